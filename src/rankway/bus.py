@@ -1,0 +1,86 @@
+"""NATS: one way to connect, and the subjects.
+
+The client never gives up reconnecting. Callbacks only set flags and count: an exception in one could stop reconnection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import nats
+from nats.aio.client import Client
+
+from rankway import logs
+from rankway.ranks import check_name
+
+log = logs.get("bus")
+
+MAX_PAYLOAD_BYTES = 1_000_000
+"""Most bytes that we put into one message: a little under nats-server's default of 1 MiB."""
+
+
+def kv_subject(dp_group: str, worker_id: str = "*", dp_rank: int | str = "*") -> str:
+    """Subject of KvEventBatch; "*" stands for all."""
+    return f"rankway.v1.{dp_group}.kv.{worker_id}.{dp_rank}"
+
+
+def load_subject(dp_group: str, worker_id: str = "*", dp_rank: int | str = "*") -> str:
+    """Subject of RankLoad; "*" stands for all."""
+    return f"rankway.v1.{dp_group}.load.{worker_id}.{dp_rank}"
+
+
+def active_subject(dp_group: str, router_id: str = "*") -> str:
+    """Subject of ActiveUpdate; "*" stands for all."""
+    return f"rankway.v1.{dp_group}.active.{router_id}"
+
+
+@dataclass(slots=True)
+class BusStatus:
+    """What the client's callbacks saw. `reconnected` is set after each reconnect: whoever repairs waits for it and clears it."""
+
+    disconnects: int = 0
+    slow_consumer_drops: int = 0
+    reconnected: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+async def connect(url: str, *, name: str, pending_bytes: int = 8 * 2**20) -> tuple[Client, BusStatus]:
+    """A connected client and its status. Waits for the first connection for as long as it takes.
+
+    Args:
+        url: nats://host:port, or several with commas between.
+        name: shown in the server's monitoring.
+        pending_bytes: outbound bytes kept while disconnected; beyond, publish raises OutboundBufferLimitError.
+    """
+    check_name("name", name)
+    status = BusStatus()
+
+    async def on_error(error: Exception) -> None:
+        if isinstance(error, nats.errors.SlowConsumerError):
+            status.slow_consumer_drops += 1
+        log.debug("NATS client error", error=str(error))
+
+    async def on_disconnected() -> None:
+        status.disconnects += 1
+        log.warning("NATS connection lost; reconnecting", url=url)
+
+    async def on_reconnected() -> None:
+        status.reconnected.set()
+        log.info("NATS connection is back", url=url)
+
+    client = Client()
+    await client.connect(
+        servers=url.split(","),
+        name=name,
+        max_reconnect_attempts=-1,
+        reconnect_time_wait=0.25,  # type: ignore[arg-type]  # a float works; nats-py says int
+        allow_reconnect=True,
+        connect_timeout=2,
+        ping_interval=10,
+        max_outstanding_pings=2,
+        pending_size=pending_bytes,
+        error_cb=on_error,
+        disconnected_cb=on_disconnected,
+        reconnected_cb=on_reconnected,
+    )
+    return client, status

@@ -1,0 +1,40 @@
+"""Structured logs: readable lines on a terminal, one JSON object a line elsewhere.
+
+Prompts, tokens and generated text are never logged at info level or above.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import structlog
+
+LEVELS = ("debug", "info", "warning", "error")
+
+
+def configure(level: str, *, service: str, json: bool | None = None) -> None:
+    """Set up structlog for this process, on standard error. `json` None: JSON unless stderr is a terminal."""
+    as_json = not sys.stderr.isatty() if json is None else json
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.StackInfoRenderer(),
+            structlog.processors.dict_tracebacks if as_json else structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    structlog.contextvars.bind_contextvars(service=service)
+    # Libraries that use the standard logger (nats, grpc) report only what went wrong.
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s %(message)s")
+
+
+def get(name: str) -> structlog.typing.FilteringBoundLogger:
+    """A logger whose lines carry `component=name`."""
+    logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(component=name)
+    return logger
