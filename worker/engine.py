@@ -84,6 +84,8 @@ class EngineRequest:
     lora: str = ""
     cache_salt: str = ""
     priority: int = 0
+    index: int = 0
+    """Which of the request's n choices. With a seed, choice i has been given seed + i already."""
 
 
 @dataclass(frozen=True, slots=True)
