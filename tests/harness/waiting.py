@@ -1,0 +1,63 @@
+"""Free ports, and waiting for what a test expects without blind sleeps."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def wait_for_port(port: int, timeout_s: float) -> None:
+    """Block until something accepts connections on the port.
+
+    Raises:
+        TimeoutError: nothing did within `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with socket.socket() as probe:
+            probe.settimeout(1)
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"nothing listens on port {port} after {timeout_s} s")
+        time.sleep(0.005)
+
+
+async def eventually(condition: Callable[[], Any] | Callable[[], Awaitable[Any]], timeout_s: float = 5.0) -> Any:
+    """Poll a condition (plain or async) until it is true and return its value.
+
+    AssertionError of the condition counts as "not yet", and is what fails the test in the end: so a condition may be a
+    block of asserts that returns True.
+
+    Raises:
+        AssertionError: not true within `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        failure: AssertionError | None = None
+        value: Any = None
+        try:
+            value = condition()
+            if inspect.isawaitable(value):
+                value = await value
+        except AssertionError as error:
+            failure = error
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise failure or AssertionError(
+                f"not within {timeout_s} s: {inspect.getsource(condition).strip()}; last value {value!r}"
+            )
+        await asyncio.sleep(0.01)
