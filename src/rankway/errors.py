@@ -123,3 +123,17 @@ class Unsupported(RankwayError):
 class EngineFailed(RankwayError):
     code = grpc.StatusCode.INTERNAL
     http_status = 500
+
+
+def from_status(code: grpc.StatusCode, message: str) -> RankwayError:
+    """The error that another service's status stands for. Its class tells the code; `message` is the other side's."""
+    for kind in (NotFound, Conflict, Mismatch, Outdated, Unavailable, DeadlineExceeded, EngineFailed):
+        if kind.code is code:
+            return kind(message)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return Overloaded(message)
+    error = RankwayError(message)
+    error.code = code
+    if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.UNIMPLEMENTED):
+        error.http_status = 400
+    return error
