@@ -1,14 +1,14 @@
 """The load of every slot: what routers have booked, corrected by what ranks publish. Pure; times are arguments, in seconds.
 
-A booking counts from the moment it is made: its tokens to prefill until the first token, its blocks until it ends. A rank's report then
-tells the whole truth as of a moment ago, and must not count the same requests again:
+A booking counts from the moment it is made: its tokens to prefill until the first token, its blocks until it ends. A rank's
+report then tells the whole truth as of a moment ago, and must not count the same requests again:
 
-* What a report shows beyond the *most* that was booked on the slot since the report before the last one can't be ours: it is foreign
-  load (clients that go straight to a worker, routers that don't share) and is added.
+* What a report shows beyond the *most* that was booked on the slot since the report before the last one can't be ours: it is
+  foreign load (clients that go straight to a worker, routers that don't share) and is added.
 * Prefill work that the engine has seen for sure (booked before the report before) shrinks to what the report still shows of it;
   what was booked later counts in full.
 
-Everything belongs to a slot, and so to one epoch of a worker.
+Everything belongs to a slot, and so to one epoch of a worker. The ledger also knows which slots are above their limits.
 """
 
 from __future__ import annotations
@@ -73,6 +73,18 @@ class RecentTerm:
     half_life_s: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class SlotLimits:
+    """A slot at one of these takes no more requests; below all of them it takes any. 0: no limit."""
+
+    requests: int = 0
+    prefill_tokens: int = 0
+    blocks: int = 0
+
+
+NO_LIMITS = SlotLimits()
+
+
 @dataclass(slots=True)
 class _Booked:
     """The most that was booked at once, each on its own."""
@@ -86,6 +98,7 @@ class _Booked:
 class _SlotLoad:
     """What one slot's entries of the LoadTable are made of."""
 
+    limits: SlotLimits = NO_LIMITS
     fresh_prefill: int = 0
     """Tokens to prefill of bookings made since the last report."""
     middle_prefill: int = 0
@@ -121,6 +134,11 @@ class Ledger:
         """
         self.loads = LoadTable()
         self.active = native.open_active_blocks()
+        self.full: set[int] = set()
+        """Slots that are at one of their limits."""
+        self.freed = False
+        """Set when a slot stops being full; whoever lets waiting requests in clears it."""
+        self._held: dict[int, float] = {}
         self._recent = recent
         self._report_ttl_s = report_ttl_s
         self._slots: dict[int, _SlotLoad] = {}
@@ -129,10 +147,10 @@ class Ledger:
         self._recent_slots: set[int] = set()
         self._recent_at = 0.0
 
-    def open(self, slot: int) -> None:
+    def open(self, slot: int, limits: SlotLimits = NO_LIMITS) -> None:
         """Start counting for a slot, from nothing."""
         self.loads.grow(slot + 1)
-        self._slots[slot] = _SlotLoad()
+        self._slots[slot] = _SlotLoad(limits)
 
     def close(self, slot: int) -> list[Booking]:
         """Forget a slot; returns the bookings that it had (they are ended)."""
@@ -148,6 +166,7 @@ class Ledger:
         self.loads.decode_blocks[slot] = 0
         self.loads.recent[slot] = 0.0
         self._recent_slots.discard(slot)
+        self.full.discard(slot)
         return dropped
 
     def book(
@@ -286,6 +305,22 @@ class Ledger:
                 self._recent_slots.discard(slot)
             recent[slot] = value
 
+    def full_among(self, mask: bytearray) -> list[int]:
+        """The slots of a mask that are full."""
+        return [slot for slot in self.full if slot < len(mask) and mask[slot]] if self.full else []
+
+    def hold(self, slot: int, blocks: float) -> None:
+        """A request of so many blocks waits for a full slot (negative: it no longer does)."""
+        left = self._held.get(slot, 0.0) + blocks
+        if left > 1e-9:
+            self._held[slot] = left
+        else:
+            self._held.pop(slot, None)
+
+    def held(self, slot: int) -> float:
+        """Blocks of the requests that wait for a slot."""
+        return self._held.get(slot, 0.0)
+
     def requests(self, slot: int) -> int:
         """Requests in flight on a slot: booked ones and foreign ones."""
         load = self._slots.get(slot)
@@ -324,3 +359,18 @@ class Ledger:
             settled = min(settled, load.report.prefill_tokens)
         self.loads.prefill_tokens[slot] = load.fresh_prefill + load.middle_prefill + settled + load.foreign_prefill
         self.loads.decode_blocks[slot] = blocks + load.foreign_blocks
+        self._judge(slot, load)
+
+    def _judge(self, slot: int, load: _SlotLoad) -> None:
+        """Full or not: a slot that has nothing of ours is never full, however small its limits."""
+        limits, loads = load.limits, self.loads
+        full = load.requests > 0 and (
+            0 < limits.requests <= load.requests + load.foreign_requests
+            or 0 < limits.prefill_tokens <= loads.prefill_tokens[slot]
+            or 0 < limits.blocks <= loads.decode_blocks[slot]
+        )
+        if full:
+            self.full.add(slot)
+        elif slot in self.full:
+            self.full.discard(slot)
+            self.freed = True

@@ -1,8 +1,8 @@
 """Slots: the small numbers by which index, ledger and choice know one target of one instance. Pure.
 
-Two parties tell the router of an instance's ranks, in any order: the registry (the fleet) and the indexer (the replica). Each holds
-the slots that it uses; a slot is free for reuse when neither does. A new epoch is another instance and gets slots of its own, so
-nothing that was counted for the old one can reach it.
+Two parties tell the router of an instance's ranks, in any order: the registry (the fleet) and the indexer (the replica). Each
+holds the slots that it uses; a slot is free for reuse when neither does. A new epoch is another instance and gets slots of its
+own, so nothing that was counted for the old one can reach it.
 """
 
 from __future__ import annotations
