@@ -59,7 +59,7 @@ def _template_kwargs(text: str) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidField("template_kwargs_json", text, f"no JSON: {error}") from None
     if not isinstance(value, dict):
         raise InvalidField("template_kwargs_json", text, "must be a JSON object")

@@ -6,15 +6,16 @@ at once when that is quick, else in a thread.
 
 from __future__ import annotations
 
+import reprlib
 import uuid
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from rankway.blocks import pack_tokens, unpack_tokens
-from rankway.errors import InvalidField
+from rankway.errors import InvalidField, RankOutOfRange
 from rankway.ranks import UINT32_MAX, check_name
 from rankway.router.requests import RouterRequest
 from rankway.router.tokenizers import EncodingThreads, Tokenizers
@@ -47,7 +48,8 @@ class Draft:
     request_id: str = ""
     cache_salt: str = ""
     worker_id: str = ""
-    dp_rank: int | None = None
+    dp_rank: object = None
+    """Global rank as the client gave it; None: any. What is no rank is refused with the ranks there are."""
     dp_group: str = ""
     priority: int = 0
     session_id: str = ""
@@ -187,14 +189,23 @@ class Intake:
         for name in ("worker_id", "dp_group"):
             if getattr(draft, name):
                 check_name(name, getattr(draft, name))
-        if draft.dp_rank is not None and not 0 <= draft.dp_rank <= UINT32_MAX:
-            raise InvalidField("dp_rank", draft.dp_rank, f"must be 0 … {UINT32_MAX}")
         _check_prompt_form(draft)
         card = self.catalog.resolve(draft.model, draft.dp_group)
         if draft.worker_id or draft.dp_rank is not None:
-            self.catalog.check_pin(card, draft.dp_group, draft.worker_id, draft.dp_rank)
+            self._check_pin(draft, card)
         _check_sampled_ids(draft.sampling, card.vocab_size)
         return card
+
+    def _check_pin(self, draft: Draft, card: ModelCard) -> None:
+        dp_rank = draft.dp_rank
+        if dp_rank is None or (type(dp_rank) is int and 0 <= dp_rank <= UINT32_MAX):
+            self.catalog.check_pin(card, draft.dp_group, draft.worker_id, dp_rank)
+            return
+        try:
+            self.catalog.check_pin(card, draft.dp_group, draft.worker_id, UINT32_MAX + 1)
+        except RankOutOfRange as error:
+            raise RankOutOfRange(reprlib.repr(dp_rank), error.owner, error.ranks) from None
+        raise InvalidField("dp_rank", dp_rank, "is no rank")
 
 
 def _check_prompt_form(draft: Draft) -> None:
@@ -275,7 +286,7 @@ def _finish(draft: Draft, card: ModelCard, prompt: bytes) -> RouterRequest:
         lora=card.lora,
         cache_salt=draft.cache_salt,
         worker_id=draft.worker_id,
-        dp_rank=draft.dp_rank,
+        dp_rank=cast("int | None", draft.dp_rank),
         dp_group=draft.dp_group,
         priority=draft.priority,
         session_id=draft.session_id,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -52,8 +51,8 @@ class Sampling:
             raise InvalidField("max_tokens", self.max_tokens, "must be at least 1")
         _within("temperature", self.temperature, 0, 2)
         _within("top_p", self.top_p, 0, 1, open_low=True)
-        if self.top_k < -1:
-            raise InvalidField("top_k", self.top_k, "must be at least 1, or 0 or -1 for all tokens")
+        if not -1 <= self.top_k < 2**31:
+            raise InvalidField("top_k", self.top_k, "must be 1 … 2147483647, or 0 or -1 for all tokens")
         _within("min_p", self.min_p, 0, 1)
         _within("presence_penalty", self.presence_penalty, -2, 2)
         _within("frequency_penalty", self.frequency_penalty, -2, 2)
@@ -78,7 +77,8 @@ class Sampling:
 
 
 def _within(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+    # NaN and infinities are in no range either.
+    if not low <= value <= high or (open_low and value == low):
         raise InvalidField(name, value, f"must be in {'(' if open_low else '['}{low}, {high}]")
 
 
