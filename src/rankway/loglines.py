@@ -54,6 +54,8 @@ class LineFormat:
         return f"{_NAME_COLOURS[zlib.crc32(name.encode()) % len(_NAME_COLOURS)]}{text}{_RESET}" if self._colour else text
 
     def _text(self, level: str, record: Mapping[str, Any]) -> str:
+        if "level" not in record:  # not one of ours: as it came
+            return str(record["event"])
         clock = str(record.get("timestamp", ""))[11:23].rstrip("Z")
         fields = "".join(f" {key}={_value(value)}" for key, value in record.items() if key not in _OWN_KEYS)
         exception = "".join(f"\n    {line}" for line in _exception(record.get("exception")))

@@ -10,9 +10,18 @@ import dataclasses
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
+
+from rankway.errors import RankwayError
 
 S = TypeVar("S")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; the usage of thirty options would hide it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (--help explains the options)\n")
 
 
 def option(help: str, default: Any = dataclasses.MISSING, *, unit: str = "", choices: Sequence[str] = ()) -> Any:
@@ -25,16 +34,14 @@ def parse(settings: type[S], argv: Sequence[str], environ: Mapping[str, str], *,
 
     A field of type tuple[str, ...] takes a comma-separated list; a bool makes --name and --no-name.
     """
-    parser = argparse.ArgumentParser(
-        prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = _Parser(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     hints = typing.get_type_hints(settings)
     for field in dataclasses.fields(settings):  # type: ignore[arg-type]
         _add_option(parser, field, hints[field.name], environ)
     values = vars(parser.parse_args(argv))
     try:
         return settings(**values)
-    except ValueError as error:
+    except (ValueError, RankwayError) as error:
         parser.error(str(error))
 
 
