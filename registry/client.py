@@ -1,8 +1,9 @@
-"""The registry as its callers see it: calls that fail over between replicas, a watch that never ends, and the keeper of a lease."""
+"""The registry as its callers see it: calls that fail over between replicas, a watch that never ends, a lease's keeper."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -173,12 +174,11 @@ class LeaseKeeper:
             Outdated: a newer epoch of this worker has taken over; this one must stop.
             RankwayError: the lease had ended and the registry refuses to take the worker back (its window is taken).
         """
-        while not self._left:
-            assert self._lease is not None, "register first"
-            try:
+        if self._lease is None:
+            raise RuntimeError("register first")
+        while self._lease is not None:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), self._lease.ttl_s / 3)
-            except TimeoutError:
-                pass
             self._changed.clear()
             if not self._left:
                 await self._renew()
@@ -213,6 +213,8 @@ class LeaseKeeper:
             self.lost_leases += 1
             log.warning("the lease had ended; registering again", **_who(self._record))
             await self.register()
+            if self._left:  # `deregister` came while the registration was under way
+                await self.deregister()
 
     async def _until_reached(self, call: Callable[[], Awaitable[T]]) -> T:
         pause_s = RETRY_MIN_S

@@ -79,14 +79,6 @@ def admit(group: Group | None, record: Record, dead: Collection[Instance]) -> Gr
     )
 
 
-def without(group: Group, instance: Instance) -> Group:
-    """The map without this instance; another epoch's entry stays."""
-    claim = group.claims.get(instance.worker_id)
-    if claim is None or claim.epoch != instance.epoch:
-        return group
-    return replace(group, claims={w: c for w, c in group.claims.items() if w != instance.worker_id})
-
-
 def check_succession(held: Record, record: Record) -> None:
     """Raise unless `record` may follow `held`, the live record of the same worker_id: renew it, or be its next life.
 

@@ -125,7 +125,7 @@ def from_proto(message: registry_pb2.WorkerRecord) -> Record:
     """
     if message.ByteSize() > MAX_RECORD_BYTES:
         raise InvalidField("record", message.ByteSize(), f"more than {MAX_RECORD_BYTES} bytes")
-    if message.state not in iter(State):
+    if message.state not in _STATES:
         raise InvalidField("state", message.state, f"must be one of {', '.join(s.name for s in State)}")
     if not message.HasField("dp_range"):
         raise InvalidField("dp_range", None, "must be given")
@@ -160,6 +160,7 @@ def _check_text(name: str, value: str, *, empty: bool = False) -> None:
         raise InvalidField(name, value, f"has {len(value)} characters, at most {MAX_TEXT_CHARS}")
 
 
+_STATES = {state.value for state in State}
 _POSITIVE = (
     "epoch",
     "data_parallel_size",
