@@ -72,10 +72,12 @@ def hash_chain(tokens: Tokens, block_size: int, root: int, extra_keys: Sequence[
         extra_keys: for each full block, bytes that enter its hash after the tokens; None: nothing.
 
     Raises:
-        ValueError: a block_size below 1, malformed tokens, or fewer extra keys than full blocks.
+        ValueError: a block_size below 1, a root outside 0 … 2^64-1, malformed tokens, or fewer extra keys than full blocks.
     """
     if block_size < 1:
         raise ValueError(f"block_size={block_size}: must be at least 1")
+    if not 0 <= root <= MASK64:
+        raise ValueError(f"root={root}: must be 0 … 2^64-1")
     data = pack_tokens(tokens)
     stride = 4 * block_size
     count = len(data) // stride
@@ -105,10 +107,7 @@ def mix(block_hash: int) -> int:
 
 def _pack(values: Sequence[int] | bytes | bytearray | memoryview, code: str, width: int) -> bytes:
     if isinstance(values, (bytes, bytearray, memoryview)):
-        data = bytes(values)
-        if len(data) % width:
-            raise ValueError(f"packed length {len(data)} is no multiple of {width}")
-        return data
+        return _whole(values, width)
     try:
         numbers = array(code, values)
     except (OverflowError, TypeError) as error:
@@ -119,10 +118,15 @@ def _pack(values: Sequence[int] | bytes | bytearray | memoryview, code: str, wid
 
 
 def _unpack(packed: bytes | bytearray | memoryview, code: str, width: int) -> array[int]:
-    if len(packed) % width:
-        raise ValueError(f"packed length {len(packed)} is no multiple of {width}")
     numbers = array(code)
-    numbers.frombytes(bytes(packed))
+    numbers.frombytes(_whole(packed, width))
     if sys.byteorder == "big":
         numbers.byteswap()
     return numbers
+
+
+def _whole(packed: bytes | bytearray | memoryview, width: int) -> bytes:
+    data = bytes(packed)  # a memoryview's len counts items of any width: its bytes are what is packed
+    if len(data) % width:
+        raise ValueError(f"packed length {len(data)} is no multiple of {width}")
+    return data

@@ -13,8 +13,10 @@ from __future__ import annotations
 import math
 from array import array
 from dataclasses import dataclass, field
+from operator import index as whole_number
+from typing import NamedTuple
 
-from rankway.blocks import MASK64, Hashes
+from rankway.blocks import MASK64, Hashes, Tokens, hash_chain, pack_tokens
 from rankway.index import ActiveBlocks, Index, as_numbers
 
 
@@ -71,8 +73,9 @@ class Term:
     tree_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
+    """The picked slot. A tuple, since it is made once a request by the compiled core."""
+
     slot: int
     cost: float
     overlap_blocks: int
@@ -87,7 +90,15 @@ def terms(
     loads: LoadTable,
     weights: Weights,
 ) -> list[Term]:
-    """The terms of every eligible slot, in slot order."""
+    """The terms of every eligible slot, in slot order.
+
+    Raises:
+        ValueError: a block_size below 1, malformed hashes, or columns of `loads` that are shorter than `eligible`.
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size={block_size}: must be at least 1")
+    if min(map(len, (loads.known, loads.prefill_tokens, loads.decode_blocks, loads.recent))) < len(loads):
+        raise ValueError(f"loads: every column must have an item for each of the {len(loads)} slots")
     own_blocks = len(as_numbers(hashes))
     most = max(prompt_tokens - 1, 0) // block_size
     matches = index.match(hashes)
@@ -120,12 +131,36 @@ def choose(
         hashes: the prompt's full blocks.
         prompt_tokens: at least 1.
         seed: 64 random bits; the same seed and state give the same choice.
+
+    Raises:
+        ValueError: as `terms`.
     """
+    seed = whole_number(seed)
     candidates = terms(index, active, hashes, prompt_tokens, block_size, loads, weights)
     if not candidates:
         return None
     picked = _sample(candidates, weights.temperature, seed) if weights.temperature > 0 else _cheapest(candidates, seed)
     return Choice(picked.slot, picked.cost, picked.overlap_blocks)
+
+
+def choose_for_tokens(
+    index: Index,
+    active: ActiveBlocks,
+    tokens: Tokens,
+    block_size: int,
+    root: int,
+    loads: LoadTable,
+    weights: Weights,
+    seed: int,
+) -> tuple[Choice | None, bytes]:
+    """`hash_chain` and `choose` in one call: the choice for a whole prompt, and its hashes (packed) for the booking.
+
+    Raises:
+        ValueError: as `hash_chain` and `terms`.
+    """
+    packed = pack_tokens(tokens)
+    hashes = hash_chain(packed, block_size, root)
+    return choose(index, active, hashes, len(packed) // 4, block_size, loads, weights, seed), hashes
 
 
 def next_random(state: int) -> tuple[int, int]:
@@ -160,7 +195,10 @@ def _sample(candidates: list[Term], temperature: float, seed: int) -> Term:
     # Costs are normalised to 0 … 1, so exp never overflows and the cheapest has weight 1.
     shares = [math.exp(-(term.cost - low) / spread / temperature) for term in candidates]
     _, bits = next_random(seed & MASK64)
-    point = (bits >> 11) * 2.0**-53 * math.fsum(shares)
+    total = 0.0
+    for share in shares:  # not sum(): its rounding differs between Python versions, and the compiled twin adds in this order
+        total += share
+    point = (bits >> 11) * 2.0**-53 * total
     for term, share in zip(candidates, shares, strict=True):
         point -= share
         if point < 0:

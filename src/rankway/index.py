@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import MutableSequence
+from operator import index as whole_number
 from typing import Protocol
 
 from rankway.blocks import Hashes, mix, pack_hashes, unpack_hashes
@@ -40,13 +41,14 @@ class Index(Protocol):
     def blocks(self, slot: int) -> bytes:
         """The slot's blocks, packed, in no order."""
 
-    def contains(self, slot: int, block_hash: int) -> bool: ...
+    def contains(self, slot: int, block_hash: int) -> bool:
+        """Whether the slot holds the block."""
 
     def memory_bytes(self) -> int:
         """Bytes that the index takes (an estimate for the pure one)."""
 
     def __len__(self) -> int:
-        """Distinct blocks over all slots."""
+        """Distinct blocks over all slots. After a `clear` the compiled index first finishes its sweep: not for a hot path."""
 
 
 class ActiveBlocks(Protocol):
@@ -144,7 +146,7 @@ class PureIndex:
         return pack_hashes(list(self._blocks.get(_check_slot(slot), ())))
 
     def contains(self, slot: int, block_hash: int) -> bool:
-        return block_hash in self._blocks.get(_check_slot(slot), ())
+        return whole_number(block_hash) in self._blocks.get(_check_slot(slot), ())
 
     def memory_bytes(self) -> int:
         # A set entry in each direction, a dict entry and an int object: measured on CPython 3.11, rounded up.
@@ -208,6 +210,7 @@ MAX_SLOTS = 2**20
 
 
 def _check_slot(slot: int) -> int:
+    slot = whole_number(slot)
     if not 0 <= slot < MAX_SLOTS:
         raise ValueError(f"slot={slot}: must be 0 … {MAX_SLOTS - 1}")
     return slot
