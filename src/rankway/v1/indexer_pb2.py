@@ -26,7 +26,7 @@ from rankway.v1 import types_pb2 as rankway_dot_v1_dot_types__pb2
 from rankway.v1 import events_pb2 as rankway_dot_v1_dot_events__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rankway/v1/indexer.proto\x12\nrankway.v1\x1a\x16rankway/v1/types.proto\x1a\x17rankway/v1/events.proto\"6\n\rFollowRequest\x12\x10\n\x08\x64p_group\x18\x01 \x01(\t\x12\x13\n\x0b\x66ollower_id\x18\x02 \x01(\t\"\xc8\x02\n\x0e\x46ollowResponse\x12\x10\n\x08position\x18\x01 \x01(\x04\x12(\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32\x17.rankway.v1.FollowBeginH\x00\x12(\n\x06\x62locks\x18\x03 \x01(\x0b\x32\x16.rankway.v1.RankBlocksH\x00\x12(\n\x05ready\x18\x04 \x01(\x0b\x32\x17.rankway.v1.FollowReadyH\x00\x12)\n\x05\x62\x61tch\x18\x05 \x01(\x0b\x32\x18.rankway.v1.KvEventBatchH\x00\x12$\n\x04load\x18\x06 \x01(\x0b\x32\x14.rankway.v1.RankLoadH\x00\x12$\n\x04gone\x18\x07 \x01(\x0b\x32\x14.rankway.v1.RankGoneH\x00\x12&\n\x05state\x18\x08 \x01(\x0b\x32\x15.rankway.v1.RankStateH\x00\x42\x07\n\x05\x65vent\"!\n\x0b\x46ollowBegin\x12\x12\n\nindexer_id\x18\x01 \x01(\t\"\r\n\x0b\x46ollowReady\"\x91\x01\n\nRankBlocks\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07\x64p_rank\x18\x03 \x01(\r\x12\x0b\n\x03seq\x18\x04 \x01(\x04\x12\r\n\x05\x66irst\x18\x05 \x01(\x08\x12\x0c\n\x04last\x18\x06 \x01(\x08\x12\x14\n\x0c\x62lock_hashes\x18\x07 \x01(\x0c\x12\x10\n\x08\x64p_group\x18\x08 \x01(\t\"=\n\x08RankGone\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07\x64p_rank\x18\x03 \x01(\r\"_\n\tRankState\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07\x64p_rank\x18\x03 \x01(\r\x12\r\n\x05known\x18\x04 \x01(\x08\x12\x10\n\x08\x64p_group\x18\x05 \x01(\t\"\x96\x01\n\x12\x46indMatchesRequest\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x01(\x0c\x12\'\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x14.rankway.v1.TokenIds\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0c\n\x04lora\x18\x04 \x01(\t\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x10\n\x08\x64p_group\x18\x06 \x01(\t\"T\n\x13\x46indMatchesResponse\x12&\n\x07matches\x18\x01 \x03(\x0b\x32\x15.rankway.v1.RankMatch\x12\x15\n\rprompt_blocks\x18\x02 \x01(\r\"G\n\tRankMatch\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x02 \x01(\r\x12\x16\n\x0eoverlap_blocks\x18\x03 \x01(\r\" \n\x0cStatsRequest\x12\x10\n\x08\x64p_group\x18\x01 \x01(\t\"\xcb\x01\n\rStatsResponse\x12\x12\n\nindexer_id\x18\x01 \x01(\t\x12$\n\x05ranks\x18\x02 \x03(\x0b\x32\x15.rankway.v1.RankStats\x12\x17\n\x0f\x64istinct_blocks\x18\x03 \x01(\x04\x12\x1a\n\x12malformed_messages\x18\x04 \x01(\x04\x12\x1f\n\x17unknown_worker_messages\x18\x05 \x01(\x04\x12\x11\n\tfollowers\x18\x06 \x01(\r\x12\x17\n\x0f\x64ropped_batches\x18\x07 \x01(\x04\"\xf5\x02\n\tRankStats\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07\x64p_rank\x18\x03 \x01(\r\x12\r\n\x05known\x18\x04 \x01(\x08\x12\x10\n\x08last_seq\x18\x05 \x01(\x04\x12\x13\n\x0b\x62lock_count\x18\x06 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x07 \x01(\x06\x12\x19\n\x0c\x62\x61tch_age_ms\x18\x08 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x0bload_age_ms\x18\t \x01(\x04H\x01\x88\x01\x01\x12\x0e\n\x06lag_ms\x18\n \x01(\x01\x12\x33\n\x07repairs\x18\x0b \x03(\x0b\x32\".rankway.v1.RankStats.RepairsEntry\x12\x12\n\nduplicates\x18\x0c \x01(\x04\x12\x10\n\x08\x64p_group\x18\r \x01(\t\x1a.\n\x0cRepairsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x0f\n\r_batch_age_msB\x0e\n\x0c_load_age_ms2\xda\x01\n\x07Indexer\x12\x41\n\x06\x46ollow\x12\x19.rankway.v1.FollowRequest\x1a\x1a.rankway.v1.FollowResponse0\x01\x12N\n\x0b\x46indMatches\x12\x1e.rankway.v1.FindMatchesRequest\x1a\x1f.rankway.v1.FindMatchesResponse\x12<\n\x05Stats\x12\x18.rankway.v1.StatsRequest\x1a\x19.rankway.v1.StatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rankway/v1/indexer.proto\x12\nrankway.v1\x1a\x16rankway/v1/types.proto\x1a\x17rankway/v1/events.proto\"6\n\rFollowRequest\x12\x10\n\x08\x64p_group\x18\x01 \x01(\t\x12\x13\n\x0b\x66ollower_id\x18\x02 \x01(\t\"\xf0\x02\n\x0e\x46ollowResponse\x12\x10\n\x08position\x18\x01 \x01(\x04\x12(\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32\x17.rankway.v1.FollowBeginH\x00\x12(\n\x06\x62locks\x18\x03 \x01(\x0b\x32\x16.rankway.v1.RankBlocksH\x00\x12(\n\x05ready\x18\x04 \x01(\x0b\x32\x17.rankway.v1.FollowReadyH\x00\x12)\n\x05\x62\x61tch\x18\x05 \x01(\x0b\x32\x18.rankway.v1.KvEventBatchH\x00\x12$\n\x04load\x18\x06 \x01(\x0b\x32\x14.rankway.v1.RankLoadH\x00\x12$\n\x04gone\x18\x07 \x01(\x0b\x32\x14.rankway.v1.RankGoneH\x00\x12&\n\x05state\x18\x08 \x01(\x0b\x32\x15.rankway.v1.RankStateH\x00\x12&\n\x07several\x18\t \x01(\x0b\x32\x13.rankway.v1.SeveralH\x00\x42\x07\n\x05\x65vent\"8\n\x07Several\x12-\n\tresponses\x18\x01 \x03(\x0b\x32\x1a.rankway.v1.FollowResponse\"!\n\x0b\x46ollowBegin\x12\x12\n\nindexer_id\x18\x01 \x01(\t\"\r\n\x0b\x46ollowReady\"\x91\x01\n\nRankBlocks\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07\x64p_rank\x18\x03 \x01(\r\x12\x0b\n\x03seq\x18\x04 \x01(\x04\x12\r\n\x05\x66irst\x18\x05 \x01(\x08\x12\x0c\n\x04last\x18\x06 \x01(\x08\x12\x14\n\x0c\x62lock_hashes\x18\x07 \x01(\x0c\x12\x10\n\x08\x64p_group\x18\x08 \x01(\t\"=\n\x08RankGone\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07\x64p_rank\x18\x03 \x01(\r\"_\n\tRankState\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07\x64p_rank\x18\x03 \x01(\r\x12\r\n\x05known\x18\x04 \x01(\x08\x12\x10\n\x08\x64p_group\x18\x05 \x01(\t\"\x96\x01\n\x12\x46indMatchesRequest\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x01(\x0c\x12\'\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x14.rankway.v1.TokenIds\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0c\n\x04lora\x18\x04 \x01(\t\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x10\n\x08\x64p_group\x18\x06 \x01(\t\"T\n\x13\x46indMatchesResponse\x12&\n\x07matches\x18\x01 \x03(\x0b\x32\x15.rankway.v1.RankMatch\x12\x15\n\rprompt_blocks\x18\x02 \x01(\r\"G\n\tRankMatch\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x02 \x01(\r\x12\x16\n\x0eoverlap_blocks\x18\x03 \x01(\r\" \n\x0cStatsRequest\x12\x10\n\x08\x64p_group\x18\x01 \x01(\t\"\xcb\x01\n\rStatsResponse\x12\x12\n\nindexer_id\x18\x01 \x01(\t\x12$\n\x05ranks\x18\x02 \x03(\x0b\x32\x15.rankway.v1.RankStats\x12\x17\n\x0f\x64istinct_blocks\x18\x03 \x01(\x04\x12\x1a\n\x12malformed_messages\x18\x04 \x01(\x04\x12\x1f\n\x17unknown_worker_messages\x18\x05 \x01(\x04\x12\x11\n\tfollowers\x18\x06 \x01(\r\x12\x17\n\x0f\x64ropped_batches\x18\x07 \x01(\x04\"\xf5\x02\n\tRankStats\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07\x64p_rank\x18\x03 \x01(\r\x12\r\n\x05known\x18\x04 \x01(\x08\x12\x10\n\x08last_seq\x18\x05 \x01(\x04\x12\x13\n\x0b\x62lock_count\x18\x06 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x07 \x01(\x06\x12\x19\n\x0c\x62\x61tch_age_ms\x18\x08 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x0bload_age_ms\x18\t \x01(\x04H\x01\x88\x01\x01\x12\x0e\n\x06lag_ms\x18\n \x01(\x01\x12\x33\n\x07repairs\x18\x0b \x03(\x0b\x32\".rankway.v1.RankStats.RepairsEntry\x12\x12\n\nduplicates\x18\x0c \x01(\x04\x12\x10\n\x08\x64p_group\x18\r \x01(\t\x1a.\n\x0cRepairsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x0f\n\r_batch_age_msB\x0e\n\x0c_load_age_ms2\xda\x01\n\x07Indexer\x12\x41\n\x06\x46ollow\x12\x19.rankway.v1.FollowRequest\x1a\x1a.rankway.v1.FollowResponse0\x01\x12N\n\x0b\x46indMatches\x12\x1e.rankway.v1.FindMatchesRequest\x1a\x1f.rankway.v1.FindMatchesResponse\x12<\n\x05Stats\x12\x18.rankway.v1.StatsRequest\x1a\x19.rankway.v1.StatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,31 +38,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FOLLOWREQUEST']._serialized_start=89
   _globals['_FOLLOWREQUEST']._serialized_end=143
   _globals['_FOLLOWRESPONSE']._serialized_start=146
-  _globals['_FOLLOWRESPONSE']._serialized_end=474
-  _globals['_FOLLOWBEGIN']._serialized_start=476
-  _globals['_FOLLOWBEGIN']._serialized_end=509
-  _globals['_FOLLOWREADY']._serialized_start=511
-  _globals['_FOLLOWREADY']._serialized_end=524
-  _globals['_RANKBLOCKS']._serialized_start=527
-  _globals['_RANKBLOCKS']._serialized_end=672
-  _globals['_RANKGONE']._serialized_start=674
-  _globals['_RANKGONE']._serialized_end=735
-  _globals['_RANKSTATE']._serialized_start=737
-  _globals['_RANKSTATE']._serialized_end=832
-  _globals['_FINDMATCHESREQUEST']._serialized_start=835
-  _globals['_FINDMATCHESREQUEST']._serialized_end=985
-  _globals['_FINDMATCHESRESPONSE']._serialized_start=987
-  _globals['_FINDMATCHESRESPONSE']._serialized_end=1071
-  _globals['_RANKMATCH']._serialized_start=1073
-  _globals['_RANKMATCH']._serialized_end=1144
-  _globals['_STATSREQUEST']._serialized_start=1146
-  _globals['_STATSREQUEST']._serialized_end=1178
-  _globals['_STATSRESPONSE']._serialized_start=1181
-  _globals['_STATSRESPONSE']._serialized_end=1384
-  _globals['_RANKSTATS']._serialized_start=1387
-  _globals['_RANKSTATS']._serialized_end=1760
-  _globals['_RANKSTATS_REPAIRSENTRY']._serialized_start=1681
-  _globals['_RANKSTATS_REPAIRSENTRY']._serialized_end=1727
-  _globals['_INDEXER']._serialized_start=1763
-  _globals['_INDEXER']._serialized_end=1981
+  _globals['_FOLLOWRESPONSE']._serialized_end=514
+  _globals['_SEVERAL']._serialized_start=516
+  _globals['_SEVERAL']._serialized_end=572
+  _globals['_FOLLOWBEGIN']._serialized_start=574
+  _globals['_FOLLOWBEGIN']._serialized_end=607
+  _globals['_FOLLOWREADY']._serialized_start=609
+  _globals['_FOLLOWREADY']._serialized_end=622
+  _globals['_RANKBLOCKS']._serialized_start=625
+  _globals['_RANKBLOCKS']._serialized_end=770
+  _globals['_RANKGONE']._serialized_start=772
+  _globals['_RANKGONE']._serialized_end=833
+  _globals['_RANKSTATE']._serialized_start=835
+  _globals['_RANKSTATE']._serialized_end=930
+  _globals['_FINDMATCHESREQUEST']._serialized_start=933
+  _globals['_FINDMATCHESREQUEST']._serialized_end=1083
+  _globals['_FINDMATCHESRESPONSE']._serialized_start=1085
+  _globals['_FINDMATCHESRESPONSE']._serialized_end=1169
+  _globals['_RANKMATCH']._serialized_start=1171
+  _globals['_RANKMATCH']._serialized_end=1242
+  _globals['_STATSREQUEST']._serialized_start=1244
+  _globals['_STATSREQUEST']._serialized_end=1276
+  _globals['_STATSRESPONSE']._serialized_start=1279
+  _globals['_STATSRESPONSE']._serialized_end=1482
+  _globals['_RANKSTATS']._serialized_start=1485
+  _globals['_RANKSTATS']._serialized_end=1858
+  _globals['_RANKSTATS_REPAIRSENTRY']._serialized_start=1779
+  _globals['_RANKSTATS_REPAIRSENTRY']._serialized_end=1825
+  _globals['_INDEXER']._serialized_start=1861
+  _globals['_INDEXER']._serialized_end=2079
 # @@protoc_insertion_point(module_scope)

@@ -56,6 +56,7 @@ class FollowResponse(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     GONE_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    SEVERAL_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     """Counts the messages of this stream from 1; a hole means a defect and the follower reconnects."""
     @_builtins.property
@@ -84,6 +85,10 @@ class FollowResponse(_message.Message):
     def state(self) -> Global___RankState:
         """Whether the rank's index is known; an unknown one is being repaired and scores 0."""
 
+    @_builtins.property
+    def several(self) -> Global___Several:
+        """Several messages that were waiting, in order; each has a position of its own, this one has none. The indexer never waits to fill it."""
+
     def __init__(
         self,
         *,
@@ -95,16 +100,37 @@ class FollowResponse(_message.Message):
         load: _events_pb2.RankLoad | None = ...,
         gone: Global___RankGone | None = ...,
         state: Global___RankState | None = ...,
+        several: Global___Several | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "begin", b"begin", "blocks", b"blocks", "event", b"event", "gone", b"gone", "load", b"load", "ready", b"ready", "state", b"state"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "begin", b"begin", "blocks", b"blocks", "event", b"event", "gone", b"gone", "load", b"load", "ready", b"ready", "several", b"several", "state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "begin", b"begin", "blocks", b"blocks", "event", b"event", "gone", b"gone", "load", b"load", "position", b"position", "ready", b"ready", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "begin", b"begin", "blocks", b"blocks", "event", b"event", "gone", b"gone", "load", b"load", "position", b"position", "ready", b"ready", "several", b"several", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["begin", "blocks", "ready", "batch", "load", "gone", "state"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["begin", "blocks", "ready", "batch", "load", "gone", "state", "several"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___FollowResponse: _TypeAlias = FollowResponse  # noqa: Y015
+
+@_typing.final
+class Several(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESPONSES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def responses(self) -> _containers.RepeatedCompositeFieldContainer[Global___FollowResponse]: ...
+    def __init__(
+        self,
+        *,
+        responses: _abc.Iterable[Global___FollowResponse] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["responses", b"responses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Several: _TypeAlias = Several  # noqa: Y015
 
 @_typing.final
 class FollowBegin(_message.Message):
