@@ -61,6 +61,8 @@ async def connect(url: str, *, name: str, pending_bytes: int = 8 * 2**20) -> tup
         log.debug("NATS client error", error=str(error))
 
     async def on_disconnected() -> None:
+        if client.is_closed:  # on purpose
+            return
         status.disconnects += 1
         log.warning("NATS connection lost; reconnecting", url=url)
 
