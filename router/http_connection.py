@@ -1,0 +1,404 @@
+"""One HTTP/1.1 connection: httptools parses what comes, an `Exchange` writes what goes.
+
+Answers go straight to the transport: no task, no queue and no timer per request or per chunk.
+Requests on one connection are answered in order; while one runs, a few pipelined ones wait, and more end the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, cast
+
+import httptools
+import msgspec
+
+from rankway.router.http_error import error_body
+
+_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+_LINGER_S = 3.0
+_NEVER = float("inf")
+
+MAX_PIPELINED = 16
+"""Requests that may wait behind a running one."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Sizes in bytes, times in seconds."""
+
+    header_bytes: int = 32 * 2**10
+    body_bytes: int = 16 * 2**20
+    connections: int = 8192
+    write_buffer_bytes: int = 2**20
+    """Bytes of a stream that the client may leave unread; beyond, the request is cancelled."""
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+    """Longest pause within a request's body."""
+    idle_timeout_s: float = 75.0
+    """Between requests."""
+    write_timeout_s: float = 30.0
+    """For the client to take the rest of a whole answer."""
+
+
+@dataclass(slots=True)
+class ServerState:
+    """What the connections of one server share."""
+
+    handle: Callable[[Exchange], None]
+    limits: HttpLimits
+    draining: bool = False
+    now: float = 0.0
+    """Event loop time, one second coarse."""
+    date_header: bytes = b""
+    connections: set[Connection] = field(default_factory=set)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    all_closed: asyncio.Event = field(default_factory=asyncio.Event)
+    accepted: int = 0
+    refused_connections: int = 0
+    malformed: int = 0
+    slow_readers: int = 0
+    client_gone: int = 0
+    """Requests whose client left before the end of the answer."""
+
+    def __post_init__(self) -> None:
+        self.all_closed.set()
+
+
+class Exchange:
+    """A request and the way to answer it, once: `respond`, or `open_stream` and then `end_stream` or `break_off`."""
+
+    __slots__ = (
+        "_chunked", "_connection", "body", "done", "headers", "keep_alive", "method", "on_gone", "path", "query", "started",
+        "task",
+    )  # fmt: skip
+
+    def __init__(
+        self, connection: Connection, method: str, target: bytes, headers: dict[bytes, bytes], body: bytes, *, http10: bool
+    ) -> None:
+        path, _, query = target.partition(b"?")
+        self.method = method
+        self.path = path.decode("latin-1")
+        self.query = query.decode("latin-1")
+        self.headers = headers
+        """Names in lower case; of a repeated header the last."""
+        self.body = body
+        self.keep_alive = True
+        self.started = False
+        """Whether the head of the answer is written."""
+        self.done = False
+        self.on_gone: Callable[[], None] | None = None
+        """Called once if the client leaves before the answer is complete; nothing may be written after that."""
+        self.task: asyncio.Task[None] | None = None
+        self._connection = connection
+        self._chunked = not http10
+
+    def header(self, name: bytes) -> str:
+        """A header's value, "" if it isn't there."""
+        return self.headers.get(name, b"").decode("latin-1")
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run the handler's slow part as a task; it is cancelled when the client leaves."""
+        task = asyncio.get_running_loop().create_task(work)
+        self.task = task
+        tasks = self._connection.state.tasks
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    def respond(
+        self, status: int, body: bytes, content_type: bytes = b"application/json", headers: bytes = b"", *, close: bool = False
+    ) -> None:
+        """The whole answer. `headers`: complete further lines, each with its CR LF. `close`: the connection ends with it."""
+        if self.done:
+            return
+        if close:
+            self.keep_alive = False
+        head = b"%bcontent-type: %b\r\ncontent-length: %d\r\n%b%b\r\n" % (
+            _STATUS_LINES[status],
+            content_type,
+            len(body),
+            self._common_headers(),
+            headers,
+        )
+        self.started = self.done = True
+        self._connection.write(head if self.method == "HEAD" else head + body)
+        self._end()
+
+    def open_stream(self, headers: bytes, first: bytes) -> None:
+        """Status 200, `headers` (complete lines), and the first part of a body of unknown length."""
+        framing = b"transfer-encoding: chunked\r\n" if self._chunked else b""
+        head = b"%b%b%b%b\r\n" % (_STATUS_LINES[200], framing, self._common_headers(), headers)
+        self.started = True
+        if self._chunked:
+            self._connection.write(b"%b%x\r\n%b\r\n" % (head, len(first), first))
+        else:
+            self._connection.write(head + first)
+
+    def write(self, data: bytes) -> None:
+        """The next part of a stream, not empty."""
+        self._connection.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+
+    def end_stream(self, last: bytes) -> None:
+        """The last part of a stream, and its regular end."""
+        self.done = True
+        self._connection.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(last), last) if self._chunked else last)
+        self._end()
+
+    def break_off(self, last: bytes) -> None:
+        """The last part of a stream that failed: the connection closes without the body's regular end."""
+        self.done = True
+        self.keep_alive = False
+        self.write(last)
+        self._end()
+
+    def gone(self) -> None:
+        """The client has left."""
+        if self.done:
+            return
+        self.done = True
+        if self.task is not None:
+            self.task.cancel()
+        if self.on_gone is not None:
+            self.on_gone()
+
+    def _end(self) -> None:
+        self.on_gone = None
+        self._connection.answered(self)
+
+    def _common_headers(self) -> bytes:
+        state = self._connection.state
+        if state.draining:
+            self.keep_alive = False
+        return state.date_header if self.keep_alive else state.date_header + b"connection: close\r\n"
+
+
+class Connection(asyncio.Protocol):
+    """Parses requests and hands them over one at a time. The names without underscore are httptools' and asyncio's."""
+
+    __slots__ = (
+        "_body", "_body_bytes", "_closing", "_current", "_fed_bytes", "_head_bytes", "_headers", "_in_body", "_last_request",
+        "_parser", "_paused", "_refusal", "_target", "_transport", "_waiting", "deadline", "state",
+    )  # fmt: skip
+
+    def __init__(self, state: ServerState) -> None:
+        self.state = state
+        self.deadline = _NEVER
+        """Event loop time after which `expire` is called."""
+        self._parser = httptools.HttpRequestParser(self)
+        self._transport: asyncio.Transport
+        self._current: Exchange | None = None
+        self._waiting: deque[Exchange] = deque()
+        self._paused = False
+        self._closing = False
+        self._last_request = False
+        self._refusal: tuple[int, str] | None = None
+        self._in_body = False
+        self._head_bytes = 0  # of the current head, as the parser told them; 0 outside of a head
+        self._fed_bytes = 0  # of the current head, beyond the data it began in
+        self._body_bytes = 0
+        self._target = b""
+        self._headers: dict[bytes, bytes] = {}
+        self._body: list[bytes] = []
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        state = self.state
+        state.accepted += 1
+        state.connections.add(self)
+        state.all_closed.clear()
+        self._transport.set_write_buffer_limits(high=state.limits.write_buffer_bytes)
+        self.deadline = state.now + state.limits.header_timeout_s
+        if len(state.connections) > state.limits.connections:
+            state.refused_connections += 1
+            self._refuse(503, f"there are {state.limits.connections} connections already")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._closing = True
+        self._leave()
+        self.state.connections.discard(self)
+        if not self.state.connections:
+            self.state.all_closed.set()
+
+    def data_received(self, data: bytes) -> None:
+        if self._closing or self._last_request:
+            return
+        head_before = self._headers if self._head_bytes else None
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._last_request = True  # no other protocol is spoken: the request is answered, what follows it is not read
+        except httptools.HttpParserError as error:
+            self.state.malformed += 1
+            self._refusal = self._refusal or (400, f"malformed HTTP: {error}")
+        if self._head_bytes and head_before is self._headers:
+            # A header that never ends reaches no callback.
+            self._fed_bytes += len(data)
+            self._check_head_bytes(self._fed_bytes)
+        if self._refusal is not None:
+            self._refuse(*self._refusal)
+
+    def eof_received(self) -> bool:
+        return False  # a client that says no more is gone: HTTP clients don't half-close
+
+    def pause_writing(self) -> None:
+        self._paused = True
+        if self._current is not None and not self._current.done:
+            # A stream whose reader is a whole buffer behind. Not from here: we are inside its sink.
+            self.state.slow_readers += 1
+            asyncio.get_running_loop().call_soon(self.cut)
+        else:
+            self.deadline = self.state.now + self.state.limits.write_timeout_s
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        self._advance()
+
+    # httptools
+
+    def on_message_begin(self) -> None:
+        self._head_bytes = 1
+        self._fed_bytes = 0
+        self._headers = {}
+        self._body = []
+        self._body_bytes = 0
+        self._target = b""
+        if self._current is None:
+            self.deadline = self.state.now + self.state.limits.header_timeout_s
+
+    def on_url(self, url: bytes) -> None:
+        self._target += url
+        self._head_bytes += len(url)
+        self._check_head_bytes(self._head_bytes)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value)
+        self._check_head_bytes(self._head_bytes)
+        if self._refusal is None:
+            self._headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        self._in_body = True
+        self._head_bytes = 0
+        limit = self.state.limits.body_bytes
+        length = self._headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > limit:
+            self._refusal = self._refusal or (413, f"the body has {int(length)} bytes, the limit is {limit}")
+        elif b"expect" in self._headers and self._headers[b"expect"].lower() == b"100-continue" and self._current is None:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if self._current is None:
+            self.deadline = self.state.now + self.state.limits.body_timeout_s
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        if self._body_bytes > self.state.limits.body_bytes:
+            self._refusal = self._refusal or (413, f"the body passes the limit of {self.state.limits.body_bytes} bytes")
+            self._body = []
+        if self._refusal is None:
+            self._body.append(body)
+        if self._current is None:
+            self.deadline = self.state.now + self.state.limits.body_timeout_s
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        if self._refusal is not None or self._closing:
+            return
+        parser = self._parser
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        http10 = parser.get_http_version() == "1.0"
+        method = parser.get_method().decode("latin-1")
+        exchange = Exchange(self, method, self._target, self._headers, body, http10=http10)
+        exchange.keep_alive = not http10 and parser.should_keep_alive() and not parser.should_upgrade()
+        self._body = []
+        self._waiting.append(exchange)
+        held = sum(len(waiting.body) for waiting in self._waiting)
+        if len(self._waiting) > MAX_PIPELINED or (len(self._waiting) > 1 and held > self.state.limits.body_bytes):
+            self.state.malformed += 1
+            self.cut()
+            return
+        self._advance()
+
+    # for the exchange and the server
+
+    def write(self, data: bytes) -> None:
+        self._transport.write(data)
+
+    def answered(self, exchange: Exchange) -> None:
+        """The exchange is complete: close, or go on with the next."""
+        self._current = None
+        limits = self.state.limits
+        if not exchange.keep_alive or self.state.draining:
+            self._waiting.clear()
+            self._close()
+            return
+        self.deadline = self.state.now + (limits.write_timeout_s if self._paused else limits.idle_timeout_s)
+        if self._waiting:
+            # Not from here: answers that come at once would nest.
+            asyncio.get_running_loop().call_soon(self._advance)
+
+    def close_if_idle(self) -> None:
+        if self._current is None and not self._waiting:
+            self._close()
+
+    def expire(self) -> None:
+        """The time limit has passed: a slow request is told so; a client that reads nothing is cut off."""
+        if self._closing or self._transport.get_write_buffer_size():
+            self.cut()
+        elif self._head_bytes or self._in_body:
+            self._refuse(408, "the request didn't arrive in time")
+        else:
+            self._close()
+
+    def cut(self) -> None:
+        """End the connection now; whatever runs on it is cancelled."""
+        self._closing = True
+        self._leave()
+        self._transport.abort()
+
+    def _leave(self) -> None:
+        exchange, self._current = self._current, None
+        self._waiting.clear()
+        if exchange is not None and not exchange.done:
+            self.state.client_gone += 1
+            exchange.gone()
+
+    def _advance(self) -> None:
+        """Start the next request if none runs."""
+        if self._current is None and self._waiting and not self._paused and not self._closing:
+            exchange = self._waiting.popleft()
+            self._current = exchange
+            self.deadline = _NEVER
+            self.state.handle(exchange)
+
+    def _check_head_bytes(self, seen: int) -> None:
+        limit = self.state.limits.header_bytes
+        if seen > limit:
+            self._refusal = self._refusal or (431, f"the request's head passes the limit of {limit} bytes")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer a request that can't be handed over, and close. Behind a running one: no answer, the close says it."""
+        if self._closing:
+            return
+        if self._current is not None or self._waiting:
+            self._last_request = True
+            for exchange in (self._current, *self._waiting):
+                if exchange is not None:
+                    exchange.keep_alive = False
+            return
+        body = msgspec.json.encode(error_body(status, message))
+        head = b"%bcontent-type: application/json\r\ncontent-length: %d\r\n%bconnection: close\r\n\r\n"
+        self._transport.write(head % (_STATUS_LINES[status], len(body), self.state.date_header) + body)
+        # What the client still sends is read and thrown away for a while: closing on unread data resets the connection,
+        # and the client would never see the answer.
+        self._closing = True
+        self.deadline = self.state.now + _LINGER_S
+        self._transport.write_eof()
+
+    def _close(self) -> None:
+        self._closing = True
+        self.deadline = self.state.now + self.state.limits.write_timeout_s
+        self._transport.close()
