@@ -27,13 +27,11 @@ def main() -> None:
         answer = router_pb2_grpc.RouterStub(channel).Explain(question, timeout=10)
 
     print(f"{answer.prompt_tokens} prompt tokens, block size {answer.block_size}; chosen: {answer.worker_id} {answer.dp_rank}")
-    print(
-        f"{'worker':<12} {'dp_rank':>7} {'cost':>9} = {answer.overlap_weight} * prefill + {'decode':>8} + {'recent':>7}  overlap  tree"
-    )
+    print(f"{'worker':<12} {'dp_rank':>7} {'cost':>9} = {answer.overlap_weight} * prefill + decode + recent; overlap, tree")
     for c in answer.candidates:
         if c.eligible:
-            terms = f"{c.prefill_blocks:>13.3f} + {c.decode_blocks:>8.3f} + {c.recent:>7.3f}"
-            print(f"{c.worker_id:<12} {c.dp_rank:>7} {c.cost:>9.3f} = {terms}  {c.overlap_blocks:>7} {c.tree_size:>5}")
+            terms = f"{answer.overlap_weight} * {c.prefill_blocks:.3f} + {c.decode_blocks:.3f} + {c.recent:.3f}"
+            print(f"{c.worker_id:<12} {c.dp_rank:>7} {c.cost:>9.3f} = {terms}; {c.overlap_blocks}, {c.tree_size}")
         else:
             print(f"{c.worker_id:<12} {c.dp_rank:>7} not eligible: {c.reason}")
     for remark in answer.remarks:
