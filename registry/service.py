@@ -28,7 +28,8 @@ async def run(settings: RegistrySettings, *, ready: service.Ready, stop: asyncio
     """Serve until `stop` is set.
 
     Start: listen (calls answer UNAVAILABLE, health says NOT_SERVING) → connect to NATS → open the bucket → load it → ready.
-    Stop: watch streams end → health NOT_SERVING → no new calls, running ones get a second → follow the bucket no more → close NATS → metrics.
+    Stop: watch streams end → health NOT_SERVING → no new calls, running ones get a second → follow the bucket no more →
+    close NATS → metrics.
 
     Raises:
         OSError: an address can't be had, or the bucket can't be used.

@@ -54,13 +54,21 @@ async def connect(url: str, *, name: str, pending_bytes: int = 8 * 2**20) -> tup
     """
     check_name("name", name)
     status = BusStatus()
+    client = Client()
+    waiting = False
 
     async def on_error(error: Exception) -> None:
+        nonlocal waiting
+        if not waiting and not client.is_connected and status.disconnects == 0:
+            waiting = True
+            log.warning("NATS can't be reached; trying on", url=url, error=str(error) or type(error).__name__)
         if isinstance(error, nats.errors.SlowConsumerError):
             status.slow_consumer_drops += 1
         log.debug("NATS client error", error=str(error))
 
     async def on_disconnected() -> None:
+        if client.is_closed:  # closed on purpose
+            return
         if client.is_closed:  # on purpose
             return
         status.disconnects += 1
@@ -70,7 +78,6 @@ async def connect(url: str, *, name: str, pending_bytes: int = 8 * 2**20) -> tup
         status.reconnected.set()
         log.info("NATS connection is back", url=url)
 
-    client = Client()
     await client.connect(
         servers=url.split(","),
         name=name,

@@ -10,12 +10,16 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
+import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import uvloop
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 
 import rankway
 from rankway import logs
@@ -109,13 +113,25 @@ def _tell_launcher(addresses: Mapping[str, str]) -> None:
         os.close(int(fd))
 
 
+class _QuietHandler(WSGIRequestHandler):
+    """Logs no requests."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
 def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> tuple[str, Callable[[], None]]:
     """Serve /metrics of `registry` on its own thread; returns host:port (port 0: any free one) and what stops it.
 
     Raises:
         OSError: the address can't be had.
     """
-    server, thread = start_http_server(port, addr=host, registry=registry)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    server_class = type("MetricsServer", (ThreadingWSGIServer,), {"address_family": family})
+    server = make_server(host.strip("[]"), port, make_wsgi_app(registry), server_class, _QuietHandler)
+    # prometheus_client's own start-up polls for its end every 0.5 s: every service would stop that much later.
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="metrics", daemon=True)
+    thread.start()
 
     def close() -> None:
         server.shutdown()
