@@ -82,10 +82,11 @@ class PureIndex:
         self._digests: dict[int, int] = {}
 
     def store(self, slot: int, hashes: Hashes) -> int:
+        numbers = as_numbers(hashes)
         held = self._blocks.setdefault(_check_slot(slot), set())
         before = len(held)
         digest = self._digests.get(slot, 0)
-        for h in as_numbers(hashes):
+        for h in numbers:
             if h not in held:
                 held.add(h)
                 digest ^= mix(h)
@@ -94,12 +95,13 @@ class PureIndex:
         return len(held) - before
 
     def remove(self, slot: int, hashes: Hashes) -> int:
+        numbers = as_numbers(hashes)
         held = self._blocks.get(_check_slot(slot))
         if not held:
             return 0
         before = len(held)
         digest = self._digests[slot]
-        for h in as_numbers(hashes):
+        for h in numbers:
             if h in held:
                 held.remove(h)
                 digest ^= mix(h)
@@ -169,18 +171,20 @@ class PureActiveBlocks:
         self._counts: dict[int, dict[int, int]] = {}
 
     def acquire(self, slot: int, hashes: Hashes) -> int:
+        numbers = as_numbers(hashes)
         counts = self._counts.setdefault(_check_slot(slot), {})
         before = len(counts)
-        for h in as_numbers(hashes):
+        for h in numbers:
             counts[h] = counts.get(h, 0) + 1
         return len(counts) - before
 
     def release(self, slot: int, hashes: Hashes) -> int:
+        numbers = as_numbers(hashes)
         counts = self._counts.get(_check_slot(slot))
         if not counts:
             return 0
         before = len(counts)
-        for h in as_numbers(hashes):
+        for h in numbers:
             users = counts.get(h, 0)
             if users > 1:
                 counts[h] = users - 1
@@ -192,11 +196,10 @@ class PureActiveBlocks:
         return len(self._counts.get(_check_slot(slot), ()))
 
     def overlap(self, slot: int, hashes: Hashes) -> int:
-        counts = self._counts.get(_check_slot(slot))
-        if not counts:
-            return 0
+        numbers = as_numbers(hashes)
+        counts = self._counts.get(_check_slot(slot), {})
         run = 0
-        for h in as_numbers(hashes):
+        for h in numbers:
             if h not in counts:
                 break
             run += 1

@@ -94,8 +94,15 @@ class Child:
         self._process: asyncio.subprocess.Process
 
     @classmethod
-    async def start(cls, name: str, argv: list[str], console: Console, lines: LineFormat) -> Child:
-        """Start a process and listen to its log.
+    async def start(
+        cls,
+        name: str,
+        argv: list[str],
+        console: Console,
+        lines: LineFormat,
+        environ: Mapping[str, str] | None = None,
+    ) -> Child:
+        """Start a process and listen to its log. `environ` is added to this process's environment.
 
         Raises:
             StartFailed: it can't be executed.
@@ -113,7 +120,7 @@ class Child:
                 stdout=log_write,
                 stderr=log_write,
                 pass_fds=(ready_write,),
-                env={**os.environ, "RANKWAY_READY_FD": str(ready_write)},
+                env={**os.environ, **(environ or {}), "RANKWAY_READY_FD": str(ready_write)},
                 preexec_fn=_bind_to_parent(os.getpid()),
             )
         except OSError as error:

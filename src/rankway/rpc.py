@@ -72,16 +72,24 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         reflection.enable_server_reflection((*self._names, "grpc.health.v1.Health", reflection.SERVICE_NAME), self.grpc)
 
-    async def start(self, listen: str) -> int:
-        """Listen on host:port (port 0: any free one) and return the port.
+    def bind(self, listen: str) -> int:
+        """Take host:port (port 0: any free one) and return the port; calls are served from `start` on.
 
         Raises:
             OSError: the address can't be had.
         """
         try:
-            port = self.grpc.add_insecure_port(listen)
+            return self.grpc.add_insecure_port(listen)
         except RuntimeError as error:
             raise OSError(f"can't listen on {listen}: {error}") from None
+
+    async def start(self, listen: str | None = None) -> int:
+        """Serve, on `listen` unless `bind` has taken an address; returns the port of `listen`, or 0.
+
+        Raises:
+            OSError: the address can't be had.
+        """
+        port = self.bind(listen) if listen is not None else 0
         await self.set_ready(False)
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         await self.grpc.start()

@@ -22,19 +22,17 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rankway import doctor, logs, rpc, settings
-from rankway.errors import InvalidField
+from rankway import doctor, rpc, settings
 from rankway.launcher import Child, Console, StartFailed
 from rankway.loglines import LineFormat
-from rankway.settings import option
+from rankway.plan import Plan, UpSettings
 
 SIM_START_TIMEOUT_S = 60.0
 VLLM_START_TIMEOUT_S = 1800.0
@@ -44,122 +42,6 @@ STOP_TIMEOUT_S = 45.0
 
 _NATS_START_TIMEOUT_S = 10.0
 _DIRECTORY_PREFIX = "rankway-up-"
-
-
-@dataclass(frozen=True, slots=True)
-class UpSettings:
-    workers: int = option("worker processes", 2)
-    ranks_per_worker: int = option("global ranks that each worker owns; 0: 4 of the simulator, 2 of vLLM", 0)
-    engine: str = option("engine of the workers", "sim", choices=("sim", "vllm"))
-    model: str = option("model directory (vLLM: or hub id); empty with sim: a byte-level tokenizer", "")
-    block_size: int = option("KV cache block size", 16, unit="tokens")
-    http_port: int = option("port of the OpenAI API; 0: any free one", 8000)
-    grpc_port: int = option("port of the router's gRPC API; 0: any free one", 50051)
-    listen_host: str = option("address that the router listens on; everything else listens on loopback", "127.0.0.1")
-    log_level: str = option("least important log lines to show", "info", choices=logs.LEVELS)
-    log_format: str = option("readable text, or one JSON object a line", "text", choices=("text", "json"))
-    registry_args: str = option("more options for the registry, as in a shell", "")
-    indexer_args: str = option("more options for the indexer, as in a shell", "")
-    worker_args: str = option("more options for each worker, as in a shell", "")
-    router_args: str = option("more options for the router, as in a shell", "")
-
-    def __post_init__(self) -> None:
-        for name in ("workers", "block_size"):
-            if getattr(self, name) < 1:
-                raise InvalidField(name, getattr(self, name), "must be at least 1")
-        if self.ranks_per_worker < 0:
-            raise InvalidField("ranks_per_worker", self.ranks_per_worker, "must be at least 1, or 0 for the engine's default")
-        for name in ("http_port", "grpc_port"):
-            if not 0 <= getattr(self, name) <= 65535:
-                raise InvalidField(name, getattr(self, name), "must be 0 … 65535")
-        if self.http_port and self.http_port == self.grpc_port:
-            raise InvalidField("http_port", self.http_port, "is grpc_port too")
-        if self.engine == "vllm" and not self.model:
-            raise InvalidField("model", self.model, "engine vllm needs a model directory or hub id (`make demo-model` makes one)")
-
-    @property
-    def ranks(self) -> int:
-        """Ranks of each worker."""
-        return self.ranks_per_worker or (2 if self.engine == "vllm" else 4)
-
-
-class Plan:
-    """The command lines of a cluster. Pure: addresses are told as they become known.
-
-    Args:
-        engine_args: what goes to each worker's vLLM.
-        nats_server: path of the binary.
-        directory: for nats-server's store and the file that tells its port.
-    """
-
-    def __init__(self, up: UpSettings, engine_args: Sequence[str], nats_server: str, directory: Path) -> None:
-        self._up = up
-        self._engine_args = list(engine_args)
-        self._nats_server = nats_server
-        self._directory = directory
-        self.nats_url = ""
-        self.registry = ""
-        self.indexer = ""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("nats", "registry", "indexer", *self.worker_ids, "router")
-
-    @property
-    def worker_ids(self) -> tuple[str, ...]:
-        return tuple(f"worker-{i}" for i in range(self._up.workers))
-
-    def nats_argv(self, port: int = -1) -> list[str]:
-        """-1: a free port, told in a file of `directory`."""
-        store = self._directory / "jetstream"
-        # fmt: off
-        return [self._nats_server, "--addr", "127.0.0.1", "--port", str(port), "--jetstream", "--store_dir", str(store),
-                "--ports_file_dir", str(self._directory)]
-        # fmt: on
-
-    def registry_argv(self) -> list[str]:
-        return self._service("registry", self._up.registry_args)
-
-    def indexer_argv(self) -> list[str]:
-        return self._service("indexer", self._up.indexer_args, f"--registry-endpoints={self.registry}")
-
-    def worker_argv(self, number: int) -> list[str]:
-        up = self._up
-        return self._service(
-            "worker",
-            up.worker_args,
-            f"--registry-endpoints={self.registry}",
-            f"--worker-id={self.worker_ids[number]}",
-            "--dp-group=default",
-            f"--data-parallel-size={up.workers * up.ranks}",
-            f"--start-rank={number * up.ranks}",
-            f"--size={up.ranks}",
-            f"--engine={up.engine}",
-            f"--model={up.model}",
-            f"--block-size={up.block_size}",
-        ) + (["--", *self._engine_args] if self._engine_args else [])
-
-    def router_argv(self) -> list[str]:
-        up = self._up
-        return self._service(
-            "router",
-            up.router_args,
-            f"--registry-endpoints={self.registry}",
-            f"--indexer-endpoints={self.indexer}",
-            f"--http-listen={up.listen_host}:{up.http_port}",
-            "--model=",  # the workers hand out their tokenizer
-            listen=f"{up.listen_host}:{up.grpc_port}",
-        )
-
-    def _service(self, name: str, more: str, *options: str, listen: str = "127.0.0.1:0") -> list[str]:
-        common = [
-            f"--grpc-listen={listen}",
-            "--metrics-listen=127.0.0.1:0",
-            f"--nats-url={self.nats_url}",
-            f"--log-level={self._up.log_level}",
-        ]
-        # -P keeps the working directory, which may be anything, from shadowing modules.
-        return [sys.executable, "-P", "-m", "rankway", name, *common, *options, *shlex.split(more)]
 
 
 class Cluster:
@@ -190,7 +72,7 @@ class Cluster:
         await registry.wait_ready(self._timeout_s)
         plan.registry = registry.addresses["grpc"]
         indexer = await self._start("indexer", plan.indexer_argv())
-        workers = [await self._start(name, plan.worker_argv(i)) for i, name in enumerate(plan.worker_ids)]
+        workers = [await self._start(name, plan.worker_argv(i), plan.worker_environ(i)) for i, name in enumerate(plan.worker_ids)]
         await _all(child.wait_ready(self._timeout_s) for child in (indexer, *workers))
         plan.indexer = indexer.addresses["grpc"]
         router = await self._start("router", plan.router_argv())
@@ -226,8 +108,8 @@ class Cluster:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
-    async def _start(self, name: str, argv: list[str]) -> Child:
-        child = await Child.start(name, argv, self._console, self._lines)
+    async def _start(self, name: str, argv: list[str], environ: Mapping[str, str] | None = None) -> Child:
+        child = await Child.start(name, argv, self._console, self._lines, environ)
         self._children.append(child)
         return child
 
@@ -351,7 +233,8 @@ def main() -> int:
         sys.stderr.write(f"rankway up: {problem}\n")
         return 1
     with _terminal(), _private_directory() as directory:
-        plan = Plan(up, engine_args, nats_server, directory)
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        plan = Plan(up, engine_args, nats_server, directory, vllm_port=_free_port(), cuda_devices=devices)
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         lines = LineFormat(plan.names, level=up.log_level, colour=colour, as_json=up.log_format == "json")
         console = Console()
@@ -386,6 +269,13 @@ def _ports_in_use(up: UpSettings) -> str:
                 where = f"{up.listen_host}:{port} ({error.strerror})"
                 return f"can't listen on {where}: choose another port with --{name.replace('_', '-')} or make {name.upper()}=…"
     return ""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 @contextlib.contextmanager
