@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from rankway.ranks import Instance
 from rankway.registry.records import Record, State
 from rankway.router.fleet import Fleet
-from rankway.router.targets import Targets
+from rankway.router.targets import Place, Targets
 
+NOT_CONNECTED = "not connected"
 ASIDE = "set aside after a failure"
 
 
@@ -22,8 +23,8 @@ class Query:
     dp_group: str = ""
     worker_id: str = ""
     dp_rank: int | None = None
-    excluded: Collection[Instance] = ()
-    """Instances that have failed this request."""
+    excluded: Collection[Place] = ()
+    """Targets that have failed this request."""
 
     @property
     def pool_key(self) -> tuple[str, str, str]:
@@ -118,17 +119,24 @@ class Eligibility:
             return f"worker is {record.state.name}"
         if dp_rank in record.draining_ranks:
             return "rank drains"
-        if instance not in self._connected:
-            return "not connected"
         if query.worker_id and record.worker_id != query.worker_id:
             return f"request is pinned to worker {query.worker_id}"
         if query.dp_rank is not None and dp_rank != query.dp_rank:
             return f"request is pinned to dp_rank {query.dp_rank}"
-        if instance in query.excluded:
+        if any(place.instance == instance and place.target.dp_rank == dp_rank for place in query.excluded):
             return "failed this request before"
+        if instance not in self._connected:
+            return NOT_CONNECTED
         if instance in self._aside:
             return ASIDE
         return ""
+
+    def may_come_back(self, query: Query) -> bool:
+        """Whether a target that the query allows is only out of reach for the moment."""
+        return any(
+            record.state is State.READY and self.reason(record, rank, query) in ("", NOT_CONNECTED, ASIDE)
+            for record, rank, _ in self.members(query)
+        )
 
     def _build(self, query: Query) -> list[Section]:
         bare = Query(*query.pool_key)
@@ -157,7 +165,7 @@ class Eligibility:
                 place is None
                 or (query.worker_id and place.target.worker_id != query.worker_id)
                 or (query.dp_rank is not None and place.target.dp_rank != query.dp_rank)
-                or (query.excluded and place.instance in query.excluded)
+                or place in query.excluded
             ):
                 narrowed[slot] = 0
             slot = narrowed.find(1, slot + 1)

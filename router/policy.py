@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from rankway import choice, logs, native
@@ -51,9 +51,24 @@ class PolicySettings:
 
     name: str = "kv"
     """"kv" (cheapest by DESIGN's formula) or "round_robin"."""
-    weights: Weights = Weights()
+    weights: Weights = field(default_factory=Weights)
     hold_blocks_per_s: float = 100.0
-    """What a second of waiting for a full target costs, in blocks: a request leaves its warm rank for a cold one when that is cheaper."""
+    """What a second of waiting for a full target costs, in blocks. A request leaves its warm rank when moving is cheaper."""
+    affinity_blocks: float = 64.0
+    """How much dearer than the cheapest (blocks) the target of a session's last request may be to be kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the cost depends on."""
+
+    tokens: bytes
+    """Packed little-endian uint32."""
+    cache_salt: str = ""
+    preferred: int | None = None
+    """Slot of the session's last request."""
+    waited_s: float = 0.0
+    """How long the request has waited already."""
 
 
 class Picker(Protocol):
@@ -84,12 +99,11 @@ class Policy:
         self._last_slot = -1
         self.choices = 0
 
-    def decide(self, query: Query, prompt: bytes, cache_salt: str, now: float, seed: int, waited_s: float = 0.0) -> Decision:
-        """The target for a prompt (packed token ids). Nothing is booked.
+    def decide(self, query: Query, prompt: Prompt, now: float, seed: int) -> Decision:
+        """The target for a prompt. Nothing is booked.
 
         Args:
             seed: 64 random bits, for ties and sampling.
-            waited_s: how long the request has waited already, when a full rank may keep it (`Decision.must_wait`).
 
         Raises:
             Unavailable: nobody is eligible; the message says why.
@@ -102,7 +116,7 @@ class Policy:
         self.ledger.decay(now)
         best: Decision | None = None
         for section in sections:
-            decision = self._decide_in(section, query, prompt, cache_salt, seed, waited_s)
+            decision = self._decide_in(section, query, prompt, seed)
             # Costs are in blocks: in tokens they compare between block sizes.
             if decision is not None and (best is None or decision.cost * decision.block_size < best.cost * best.block_size):
                 best = decision
@@ -110,30 +124,43 @@ class Policy:
             raise Overloaded(f"every target of model {query.lora or query.model!r} that may take the request is above its limits")
         return best
 
-    def _decide_in(
-        self, section: Section, query: Query, prompt: bytes, cache_salt: str, seed: int, waited_s: float
-    ) -> Decision | None:
-        block_size, prompt_tokens = section.block_size, len(prompt) // 4
-        hashes = native.hash_chain(prompt, block_size, _root(query.model, query.lora, cache_salt))
-        full = self.ledger.full_among(section.mask)
-        if not full:
-            picked = self._pick(hashes, prompt_tokens, block_size, section.mask, seed)
-        else:
-            open_mask = bytearray(section.mask)
+    def _decide_in(self, section: Section, query: Query, prompt: Prompt, seed: int) -> Decision | None:
+        block_size, prompt_tokens = section.block_size, len(prompt.tokens) // 4
+        hashes = self.hashes(query, prompt, block_size)
+        mask = section.mask
+        full = self.ledger.full_among(mask)
+        if full:
+            mask = bytearray(mask)
             for slot in full:
-                open_mask[slot] = 0
-            picked = self._pick(hashes, prompt_tokens, block_size, open_mask, seed) if 1 in open_mask else None
+                mask[slot] = 0
+        picked = self._pick(hashes, prompt_tokens, block_size, mask, seed) if not full or 1 in mask else None
         if picked is None:
             return None
-        if full and self.settings.name == "kv":
-            warm = self._cheapest(hashes, prompt_tokens, block_size, section.mask, seed)
-            if warm is not None and warm.slot in full:
-                waiting = self.settings.hold_blocks_per_s * waited_s + self.ledger.held(warm.slot)
-                if warm.cost + waiting < picked.cost:
+        if self.settings.name == "kv":
+            if full:
+                warm = self._cheapest(hashes, prompt_tokens, block_size, section.mask, seed)
+                if warm is not None and warm.slot in full and warm.cost + self._waiting(warm.slot, prompt) < picked.cost:
                     return self._decision(warm, section, prompt_tokens, hashes, must_wait=True)
+            if prompt.preferred is not None and prompt.preferred != picked.slot:
+                picked = self._preferred(prompt.preferred, picked, hashes, prompt_tokens, block_size, mask)
         decision = self._decision(picked, section, prompt_tokens, hashes)
         self._log(decision, section)
         return decision
+
+    def _waiting(self, slot: int, prompt: Prompt) -> float:
+        """What waiting for a full slot costs, in blocks: the time waited already, and those who wait for it too."""
+        return self.settings.hold_blocks_per_s * prompt.waited_s + self.ledger.held(slot)
+
+    def _preferred(
+        self, slot: int, picked: choice.Choice, hashes: bytes, prompt_tokens: int, block_size: int, mask: bytearray
+    ) -> choice.Choice:
+        """The session's last target if it is eligible and not much dearer than the cheapest."""
+        if slot >= len(mask) or not mask[slot]:
+            return picked
+        only = bytearray(len(mask))
+        only[slot] = 1
+        kept = self._cheapest(hashes, prompt_tokens, block_size, only, 0)
+        return kept if kept is not None and kept.cost <= picked.cost + self.settings.affinity_blocks else picked
 
     def terms(self, section: Section, hashes: bytes, prompt_tokens: int) -> list[Term]:
         """The terms of every eligible slot of a section."""
@@ -147,9 +174,9 @@ class Policy:
             self.settings.weights,
         )
 
-    def hashes(self, query: Query, prompt: bytes, cache_salt: str, block_size: int) -> bytes:
+    def hashes(self, query: Query, prompt: Prompt, block_size: int) -> bytes:
         """The prompt's full blocks."""
-        return native.hash_chain(prompt, block_size, _root(query.model, query.lora, cache_salt))
+        return native.hash_chain(prompt.tokens, block_size, _root(query.model, query.lora, prompt.cache_salt))
 
     def _cheapest(self, hashes: bytes, prompt_tokens: int, block_size: int, mask: bytearray, seed: int) -> choice.Choice | None:
         return native.choose(
@@ -211,7 +238,9 @@ class Policy:
     def _log(self, decision: Decision, section: Section) -> None:
         if log.is_enabled_for(logging.DEBUG):
             for term in self.terms(section, decision.hashes, decision.prompt_tokens):
-                log.debug(self._formula(term), **self._term_keys(term))
+                place = self.targets.place(term.slot)
+                if place is not None:
+                    self._log_formula(place, term)
         if log.is_enabled_for(logging.INFO):
             self._log_selected(decision)
 
@@ -220,9 +249,12 @@ class Policy:
         tree_size = self.index.size(decision.slot)
         record = self.fleet.record(decision.place.instance)
         total_blocks = record.total_kv_blocks if record is not None else 0
-        log.info(
+        line = (
             f"Selected worker: worker_id={target.worker_id} dp_rank={target.dp_rank}, logit: {decision.cost:.3f}, "
-            f"cached blocks: {decision.overlap_blocks}, tree size: {tree_size}, total blocks: {total_blocks}",
+            f"cached blocks: {decision.overlap_blocks}, tree size: {tree_size}, total blocks: {total_blocks}"
+        )
+        log.info(
+            line,
             worker_id=target.worker_id,
             dp_rank=int(target.dp_rank),
             logit=decision.cost,
@@ -231,30 +263,28 @@ class Policy:
             total_blocks=total_blocks,
         )
 
-    def _formula(self, term: Term) -> str:
-        place = self.targets.place(term.slot)
-        assert place is not None
+    def _log_formula(self, place: Place, term: Term) -> None:
         weight = self.settings.weights.overlap_weight
-        recent = f" + {term.recent:.3f}" if term.recent else ""
-        return (
-            f"Formula for worker_id={place.target.worker_id} dp_rank={place.target.dp_rank} with {term.overlap_blocks} cached blocks: "
-            f"{term.cost:.3f} = {weight:.1f} * prefill_blocks + decode_blocks{' + recent' if term.recent else ''} = "
-            f"{weight:.1f} * {term.prefill_blocks:.3f} + {term.decode_blocks:.3f}{recent}"
+        worker_id, dp_rank = place.target.worker_id, int(place.target.dp_rank)
+        names, values = "", ""
+        if term.recent:
+            names, values = " + recent", f" + {term.recent:.3f}"
+        line = (
+            f"Formula for worker_id={worker_id} dp_rank={dp_rank} with {term.overlap_blocks} cached blocks: {term.cost:.3f} = "
+            f"{weight:.1f} * prefill_blocks + decode_blocks{names} = "
+            f"{weight:.1f} * {term.prefill_blocks:.3f} + {term.decode_blocks:.3f}{values}"
         )
-
-    def _term_keys(self, term: Term) -> dict[str, object]:
-        place = self.targets.place(term.slot)
-        assert place is not None
-        return {
-            "worker_id": place.target.worker_id,
-            "dp_rank": int(place.target.dp_rank),
-            "cached_blocks": term.overlap_blocks,
-            "cost": term.cost,
-            "overlap_weight": self.settings.weights.overlap_weight,
-            "prefill_blocks": term.prefill_blocks,
-            "decode_blocks": term.decode_blocks,
-            "recent": term.recent,
-        }
+        log.debug(
+            line,
+            worker_id=worker_id,
+            dp_rank=dp_rank,
+            cached_blocks=term.overlap_blocks,
+            cost=term.cost,
+            overlap_weight=weight,
+            prefill_blocks=term.prefill_blocks,
+            decode_blocks=term.decode_blocks,
+            recent=term.recent,
+        )
 
 
 def _in_group(query: Query) -> str:

@@ -1,0 +1,387 @@
+"""The dispatcher: chooses, books, sends, and sees each request through to its end, whatever fails on the way.
+
+dispatch -> choose -> book -> Start -> deltas … -> release
+              ^ wait (every target full)     | attempt failed: another target, before and (n = 1) after the first token
+              +------------------------------+
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from rankway import logs
+from rankway.errors import Overloaded, RankwayError, Unavailable
+from rankway.ranks import Instance
+from rankway.router.admission import WaitQueue
+from rankway.router.affinity import Affinity
+from rankway.router.attach import Links
+from rankway.router.bookings import OwnBookings
+from rankway.router.eligibility import Eligibility, Query
+from rankway.router.explain import Recent
+from rankway.router.ledger import Booking, Ledger
+from rankway.router.policy import Decision, Policy, Prompt
+from rankway.router.request import Flight, Stage
+from rankway.router.requests import RouterRequest, Sink
+from rankway.router.reservations import Reservation, Reservations
+
+log = logs.get("dispatcher")
+
+FIRST = -(2**31)
+"""Priority in the queue of a request whose client has seen output already."""
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchSettings:
+    """Bounds of what the dispatcher does for one request."""
+
+    max_attempts: int = 4
+    """Targets that one request may be sent to."""
+    set_aside_s: float = 2.0
+    """How long an instance whose engine broke a request takes none."""
+    failover_wait_s: float = 5.0
+    """How long a request waits for a worker that is a member but out of reach."""
+    reservation_ttl_s: float = 30.0
+    reservation_max_ttl_s: float = 600.0
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened since the start."""
+
+    requests: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    """By status code."""
+    retries: int = 0
+    migrations: int = 0
+    reservations: int = 0
+    predicted_tokens: int = 0
+    """Prompt tokens that the choice expected in the target's cache, of the requests below."""
+    cached_tokens: int = 0
+    """Prompt tokens that engines reported as cached."""
+    compared: int = 0
+    """Requests whose prediction could be compared."""
+    exact: int = 0
+    """… and was right."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class RouterDispatcher:
+    """`requests.Dispatcher` over links, ledger and policy. Everything happens on one event loop."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        ledger: Ledger,
+        eligibility: Eligibility,
+        links: Links,
+        queue: WaitQueue[Flight],
+        affinity: Affinity,
+        bookings: OwnBookings,
+        recent: Recent,
+        settings: DispatchSettings,
+        rng: random.Random,
+    ) -> None:
+        self.policy = policy
+        self.ledger = ledger
+        self.queue = queue
+        self.reservations = Reservations()
+        self.counts = Counts()
+        self.flights: set[Flight] = set()
+        self.settings = settings
+        self._eligibility = eligibility
+        self._links = links
+        self._affinity = affinity
+        self._bookings = bookings
+        self._recent = recent
+        self._rng = rng
+        self._loop = asyncio.get_running_loop()
+        self._pumping = False
+        self._closing: RankwayError | None = None
+
+    def dispatch(self, request: RouterRequest, sink: Sink) -> Flight:
+        """`Dispatcher.dispatch`. The sink hears nothing before this has returned."""
+        flight = Flight(self, request, sink, self._loop.time())
+        self.counts.requests += 1
+        self.flights.add(flight)
+        if request.deadline is not None:
+            flight.timer = self._loop.call_at(request.deadline, flight.expire)
+        self._loop.call_soon(self._begin, flight)
+        return flight
+
+    def reserve(self, request: RouterRequest, ttl_ms: int) -> Reservation:
+        """Choose and book without sending; the same request_id gets the same answer while its reservation lives.
+
+        Raises:
+            Unavailable: nobody to serve it. Overloaded: everybody is full.
+        """
+        known = self.reservations.of_request(request.request_id)
+        if known is not None:
+            return known
+        if self._closing is not None:
+            raise self._closing
+        query = Query(request.model, request.lora, request.dp_group, request.worker_id, request.dp_rank)
+        decision = self._decide(query, request, request.prompt, 0.0)
+        if decision.must_wait:
+            raise Overloaded("the request's warm target is full, and waiting for it is cheaper than moving")
+        default_ms = int(self.settings.reservation_ttl_s * 1000)
+        ttl_ms = min(ttl_ms or default_ms, int(self.settings.reservation_max_ttl_s * 1000))
+        booking = self._book(decision, request, expires_in_s=ttl_ms / 1000)
+        reservation = Reservation(booking.booking_id, request.request_id, decision, booking, ttl_ms)
+        self.reservations.add(reservation)
+        self.counts.reservations += 1
+        return reservation
+
+    def release_reservation(self, reservation_id: str) -> bool:
+        """End a reservation early; returns whether it lived."""
+        reservation = self.reservations.take(reservation_id)
+        if reservation is None:
+            return False
+        self.release(reservation.booking)
+        return True
+
+    def place(self, flight: Flight) -> bool:
+        """`request.Owner.place`."""
+        request = flight.request
+        if self._closing is not None:
+            flight.fail(self._closing)
+            return True
+        try:
+            reserved = self._reserved(flight)
+            decision = reserved.decision if reserved is not None else self._decide_for(flight)
+            if decision.must_wait:
+                self._wait_for(flight, decision)
+                return False
+            booking = reserved.booking if reserved is not None else self._book(decision, request)
+        except Overloaded as error:
+            flight.error = error
+            return False
+        except Unavailable as error:
+            if self._eligibility.may_come_back(flight.query):
+                flight.error = error
+                return False
+            flight.fail(error if flight.error is None else Unavailable(f"{error.message}; before that: {flight.error.message}"))
+            return True
+        except RankwayError as error:
+            flight.fail(error)
+            return True
+        return self._send(flight, decision, booking)
+
+    def wait(self, flight: Flight, error: RankwayError) -> None:
+        """`request.Owner.wait`."""
+        if flight.stage is Stage.ENDED:
+            return
+        request = flight.request
+        reason = flight.error or error
+        max_age_s = None if isinstance(reason, Overloaded) else self.settings.failover_wait_s
+        priority = FIRST if flight.answered_once else request.priority
+        # What a request may be sent to decides whether it stands in others' way; one that waits for its warm target doesn't.
+        pool = flight if flight.waiting_for is not None else flight.query
+        tokens = len(flight.tokens) // 4
+        try:
+            flight.entry = self.queue.add(flight, tokens, priority, request.tenant, pool, self._loop.time(), max_age_s)
+        except Overloaded as full:
+            self._hold_no_more(flight)
+            flight.fail(full if isinstance(reason, Overloaded) else reason)
+        else:
+            flight.stage = Stage.WAITING
+
+    def stop_waiting(self, flight: Flight) -> None:
+        """`request.Owner.stop_waiting`."""
+        self._hold_no_more(flight)
+        if flight.entry is not None:
+            self.queue.remove(flight.entry)
+            flight.entry = None
+
+    def release(self, booking: Booking) -> None:
+        """`request.Owner.release`."""
+        self._bookings.release(booking)
+        self._pump_if_freed()
+
+    def answered(self, flight: Flight, cached_tokens: int | None) -> None:
+        """`request.Owner.answered`."""
+        decision = flight.decision
+        if flight.booking is not None:
+            self._bookings.prefilled(flight.booking)
+            self._pump_if_freed()
+        if decision is not None and cached_tokens is not None and not flight.answered_once:
+            predicted = decision.overlap_blocks * decision.block_size
+            self.counts.compared += 1
+            self.counts.predicted_tokens += predicted
+            self.counts.cached_tokens += cached_tokens
+            self.counts.exact += predicted == cached_tokens
+
+    def grown(self, booking: Booking, output_blocks: int) -> None:
+        """`request.Owner.grown`."""
+        self.ledger.grow(booking, output_blocks)
+
+    def failed_at(self, flight: Flight, engine_broke: bool) -> bool:
+        """`request.Owner.failed_at`."""
+        decision = flight.decision
+        if engine_broke and decision is not None:
+            self._eligibility.set_aside(decision.place.instance, self._loop.time() + self.settings.set_aside_s)
+        log.info(
+            "attempt failed",
+            request_id=flight.request.request_id,
+            worker_id=decision.place.target.worker_id if decision is not None else "",
+            attempts=flight.attempts,
+            output_tokens=len(flight.generated) // 4,
+        )
+        return flight.attempts < self.settings.max_attempts
+
+    def moves(self, flight: Flight) -> None:
+        """`request.Owner.moves`."""
+        if flight.answered_once:
+            self.counts.migrations += 1
+        else:
+            self.counts.retries += 1
+
+    def ended(self, flight: Flight, error: RankwayError | None) -> None:
+        """`request.Owner.ended`."""
+        self.flights.discard(flight)
+        if error is not None:
+            self.counts.failed[error.code.name] += 1
+        elif flight.left == 0:
+            self.counts.finished += 1
+            self.counts.prompt_tokens += flight.request.prompt_tokens
+            self.counts.completion_tokens += len(flight.generated) // 4
+        else:
+            self.counts.cancelled += 1
+
+    def changed(self) -> None:
+        """Somebody joined, left or is reached again: what waits may go now."""
+        self._schedule_pump()
+
+    def sweep(self, now: float) -> None:
+        """What time does: bookings and set-aside marks expire, requests have waited too long. Call it every 100 ms or so."""
+        for booking in self.ledger.expire(now):
+            self._bookings.expired(booking)
+        self.reservations.tidy()
+        self._eligibility.expire(now)
+        self._affinity.expire(now)
+        for flight in self.queue.expire(now):
+            flight.entry = None
+            flight.fail(self._waited_too_long(flight, now))
+        if len(self.queue):
+            self._schedule_pump()
+
+    def instance_left(self, instance: Instance) -> None:
+        """The instance is gone: sessions and reservations there mean nothing now."""
+        self._affinity.forget(instance)
+        self.reservations.tidy()
+
+    def refuse_new(self, error: RankwayError) -> None:
+        """Fail what comes or waits from now on; what runs goes on."""
+        self._closing = error
+        for flight in self.queue.items():
+            flight.fail(error)
+
+    async def idle(self, timeout_s: float) -> bool:
+        """Wait until no request runs; returns whether that came within the timeout."""
+        until = self._loop.time() + timeout_s
+        while self.flights and self._loop.time() < until:
+            await asyncio.sleep(0.02)
+        return not self.flights
+
+    def fail_all(self, error: RankwayError) -> None:
+        """End every request with an error; engines are told."""
+        self._closing = error
+        for flight in list(self.flights):
+            flight.abandon(error)
+
+    def _begin(self, flight: Flight) -> None:
+        if flight.stage is Stage.NEW and not self.place(flight) and flight.error is not None:
+            self.wait(flight, flight.error)
+
+    def _decide_for(self, flight: Flight) -> Decision:
+        request = flight.request
+        waited_s = 0.0
+        if flight.waiting_for is not None:
+            waited_s = self._loop.time() - flight.arrived
+            self._hold_no_more(flight)
+        return self._decide(flight.query, request, flight.tokens, waited_s)
+
+    def _decide(self, query: Query, request: RouterRequest, tokens: bytes, waited_s: float) -> Decision:
+        now = self._loop.time()
+        preferred = None
+        if request.session_id and not query.pinned:
+            place = self._affinity.target(request.session_id, now)
+            preferred = self.policy.targets.find(place.target, place.epoch) if place is not None else None
+        prompt = Prompt(tokens, request.cache_salt, preferred, waited_s)
+        decision = self.policy.decide(query, prompt, now, self._rng.getrandbits(64))
+        if not decision.must_wait:
+            self._recent.record(request.request_id, query, decision)
+            self._affinity.keep(request.session_id, decision.place, now)
+        return decision
+
+    def _book(self, decision: Decision, request: RouterRequest, expires_in_s: float | None = None) -> Booking:
+        now = self._loop.time()
+        expires_at = None if expires_in_s is None else now + expires_in_s
+        return self._bookings.book(decision, now, requests=request.sampling.n, expires_at=expires_at)
+
+    def _reserved(self, flight: Flight) -> Reservation | None:
+        reservation_id = flight.request.reservation_id
+        if not reservation_id:
+            return None
+        reservation = self.reservations.take(reservation_id)
+        if reservation is None:
+            return None
+        if reservation.decision.prompt_tokens != flight.request.prompt_tokens:
+            self.release(reservation.booking)
+            return None
+        self.ledger.set_expiry(reservation.booking, None)
+        return reservation
+
+    def _send(self, flight: Flight, decision: Decision, booking: Booking) -> bool:
+        link = self._links.get(decision.place.instance)
+        deadline = flight.request.deadline
+        timeout_ms = 0 if deadline is None else max(1, int((deadline - self._loop.time()) * 1000))
+        try:
+            if link is None:
+                raise Unavailable(f"worker {decision.place.target.worker_id} is not connected")
+            flight.send(link, decision, booking, timeout_ms)
+        except RankwayError as error:
+            self.release(booking)
+            flight.tried = (*flight.tried, decision.place)
+            flight.error = error
+            return self.place(flight)
+        self.stop_waiting(flight)
+        return True
+
+    def _wait_for(self, flight: Flight, decision: Decision) -> None:
+        """Hold the request for its full warm target."""
+        blocks = decision.prefill_tokens / decision.block_size
+        flight.waiting_for = (decision.slot, blocks)
+        flight.error = Overloaded("the request's warm target is full")
+        self.ledger.hold(decision.slot, blocks)
+
+    def _hold_no_more(self, flight: Flight) -> None:
+        if flight.waiting_for is not None:
+            slot, blocks = flight.waiting_for
+            flight.waiting_for = None
+            self.ledger.hold(slot, -blocks)
+
+    def _waited_too_long(self, flight: Flight, now: float) -> RankwayError:
+        if isinstance(flight.error, Overloaded) or flight.error is None:
+            waited_s = now - flight.arrived
+            return Overloaded(f"every target was full for {waited_s:.1f} s", self.queue.retry_after_s(now))
+        return flight.error
+
+    def _pump_if_freed(self) -> None:
+        if self.ledger.freed:
+            self.ledger.freed = False
+            self._schedule_pump()
+
+    def _schedule_pump(self) -> None:
+        if not self._pumping and len(self.queue):
+            self._pumping = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._pumping = False
+        self.queue.let_in(self._loop.time(), self.place)
