@@ -128,14 +128,13 @@ class Exchange:
         self._end()
 
     def open_stream(self, headers: bytes, first: bytes) -> None:
-        """Status 200, `headers` (complete lines), and the first part of a body of unknown length."""
+        """Status 200, `headers` (complete lines), and the first part, maybe empty, of a body of unknown length."""
         framing = b"transfer-encoding: chunked\r\n" if self._chunked else b""
         head = b"%b%b%b%b\r\n" % (_STATUS_LINES[200], framing, self._common_headers(), headers)
         self.started = True
-        if self._chunked:
-            self._connection.write(b"%b%x\r\n%b\r\n" % (head, len(first), first))
-        else:
-            self._connection.write(head + first)
+        if self._chunked and first:
+            first = b"%x\r\n%b\r\n" % (len(first), first)
+        self._connection.write(head + first)
 
     def write(self, data: bytes) -> None:
         """The next part of a stream, not empty."""

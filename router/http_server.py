@@ -71,7 +71,8 @@ class HttpServer:
         try:
             await asyncio.wait_for(self.state.all_closed.wait(), grace_s)
         except TimeoutError:
-            log.warning("answers cut off at the end of the drain", connections=len(self.state.connections))
+            if self.state.connections:
+                log.warning("answers cut off at the end of the drain", connections=len(self.state.connections))
 
     async def stop(self, grace_s: float) -> None:
         """Drain, then cut what is left. Returns when no connection and no task is left. Idempotent."""
