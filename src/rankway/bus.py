@@ -69,8 +69,6 @@ async def connect(url: str, *, name: str, pending_bytes: int = 8 * 2**20) -> tup
     async def on_disconnected() -> None:
         if client.is_closed:  # closed on purpose
             return
-        if client.is_closed:  # on purpose
-            return
         status.disconnects += 1
         log.warning("NATS connection lost; reconnecting", url=url)
 
