@@ -97,7 +97,7 @@ def terms(
     """
     if block_size < 1:
         raise ValueError(f"block_size={block_size}: must be at least 1")
-    if min(map(len, (loads.known, loads.prefill_tokens, loads.decode_blocks, loads.recent))) < len(loads):
+    if min(len(loads.known), len(loads.prefill_tokens), len(loads.decode_blocks), len(loads.recent)) < len(loads):
         raise ValueError(f"loads: every column must have an item for each of the {len(loads)} slots")
     own_blocks = len(as_numbers(hashes))
     most = max(prompt_tokens - 1, 0) // block_size

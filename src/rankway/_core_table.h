@@ -1,0 +1,398 @@
+/* A hash table from a 64-bit key to a 64-bit word that is never 0, whose every operation takes bounded time.
+ *
+ * Extendible hashing (Fagin et al., 1979): a directory of 16 KiB segments, indexed by the leading bits of the spread key. A segment
+ * that overflows is split into two (about 10 µs, whatever the table's size); buddies that have become sparse are merged. Inside
+ * a segment, cache-line buckets of four entries with linear probing over at most MAX_PROBE of them, and no tombstones.
+ * Entries fill a bucket from the front, so a bucket whose last word is 0 ends a search.
+ */
+#ifndef RANKWAY_CORE_TABLE_H
+#define RANKWAY_CORE_TABLE_H
+
+#include <stdbool.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#include "_core_hash.h"
+
+#define BUCKET_ENTRIES 4
+#define SEGMENT_BUCKETS 256
+#define SEGMENT_ENTRIES (BUCKET_ENTRIES * SEGMENT_BUCKETS)
+#define MAX_PROBE 8
+#define MAX_DEPTH 32
+
+typedef struct {
+    uint64_t key[BUCKET_ENTRIES];
+    uint64_t word[BUCKET_ENTRIES]; /* 0: free */
+} Bucket;
+
+#define SEGMENT_BYTES (SEGMENT_BUCKETS * sizeof(Bucket))
+#define SLAB_BYTES ((size_t)2 << 20)
+#define SLAB_SEGMENTS (SLAB_BYTES / SEGMENT_BYTES - 1)
+
+/* 2 MiB, aligned to its size (one huge page, where the system has them): this header, then segments. */
+typedef struct Slab {
+    struct Slab *next, *previous; /* the table's slabs that have vacant segments */
+    uint16_t vacant;
+    byte vacancy[SLAB_SEGMENTS]; /* numbers of the vacant segments, a stack */
+} Slab;
+
+typedef struct {
+    uintptr_t *directory; /* 2^depth of: segment address | local depth (segments are aligned, depth < 64) */
+    unsigned depth;
+    size_t at_depth[MAX_DEPTH + 1]; /* segments of each local depth */
+    size_t segments;
+    size_t entries;
+    Slab *roomy;
+    size_t slabs;
+    uint64_t secret[2]; /* so that no input can aim at one segment */
+    uint64_t tag_mask;  /* bits of the word that belong to the key; 0: none */
+} Table;
+
+typedef struct {
+    Bucket *segment;
+    unsigned bucket, entry;
+    uint64_t *word; /* NULL: not there, and `segment` is where it would go */
+} Spot;
+
+/* Where a key lies: the leading bits choose the segment, the trailing ones the bucket. */
+static inline uint64_t spread(const Table *t, uint64_t key, uint64_t tag)
+{
+    unsigned __int128 product = (unsigned __int128)(key ^ tag * PRIME3 ^ t->secret[0]) * t->secret[1];
+    return (uint64_t)product ^ (uint64_t)(product >> 64);
+}
+
+static inline uintptr_t *directory_entry(const Table *t, uint64_t place) { return &t->directory[place >> (64 - t->depth)]; }
+static inline Bucket *segment_of(uintptr_t entry) { return (Bucket *)(entry & ~(uintptr_t)63); }
+static inline unsigned local_depth(uintptr_t entry) { return entry & 63; }
+
+static inline void table_prefetch(const Table *t, uint64_t key, uint64_t tag)
+{
+    uint64_t place = spread(t, key, tag);
+    __builtin_prefetch(&segment_of(*directory_entry(t, place))[place % SEGMENT_BUCKETS], 1);
+}
+
+static inline __attribute__((always_inline)) Spot table_find(const Table *t, uint64_t key, uint64_t tag, uint64_t tag_mask)
+{
+    uint64_t place = spread(t, key, tag);
+    Spot spot = {segment_of(*directory_entry(t, place)), 0, 0, NULL};
+    for (unsigned step = 0; step < MAX_PROBE; step++) {
+        spot.bucket = (place + step) % SEGMENT_BUCKETS;
+        Bucket *b = &spot.segment[spot.bucket];
+        unsigned hits = 0; /* without branches: where in its bucket an entry lies can't be predicted */
+        for (unsigned i = 0; i < BUCKET_ENTRIES; i++)
+            hits |= (unsigned)((b->key[i] == key) & ((b->word[i] & tag_mask) == tag)) << i;
+        if (hits) {
+            spot.entry = (unsigned)__builtin_ctz(hits);
+            if (b->word[spot.entry]) /* free entries have key 0 */
+                spot.word = &b->word[spot.entry];
+            return spot;
+        }
+        if (!b->word[BUCKET_ENTRIES - 1])
+            return spot;
+    }
+    return spot;
+}
+
+/* ---- Segments: from slabs, so that 10,000 of them lie on huge pages and go back to the system one by one. */
+
+#ifdef __SANITIZE_ADDRESS__ /* one allocation each, so that the sanitizer sees their edges */
+static Bucket *segment_new(Table *t)
+{
+    void *segment = NULL;
+    if (posix_memalign(&segment, 64, SEGMENT_BYTES))
+        return NULL;
+    memset(segment, 0, SEGMENT_BYTES);
+    t->segments++;
+    return segment;
+}
+
+static void segment_free(Table *t, Bucket *segment)
+{
+    free(segment);
+    t->segments--;
+}
+#else
+static void slab_list(Table *t, Slab *slab)
+{
+    slab->previous = NULL;
+    slab->next = t->roomy;
+    if (slab->next)
+        slab->next->previous = slab;
+    t->roomy = slab;
+}
+
+static void slab_unlist(Table *t, Slab *slab)
+{
+    if (slab->previous)
+        slab->previous->next = slab->next;
+    else
+        t->roomy = slab->next;
+    if (slab->next)
+        slab->next->previous = slab->previous;
+}
+
+static Slab *slab_new(Table *t)
+{
+    byte *base = mmap(NULL, 2 * SLAB_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (base == MAP_FAILED)
+        return NULL;
+    size_t before = -(uintptr_t)base % SLAB_BYTES;
+    if (before)
+        munmap(base, before);
+    Slab *slab = (Slab *)(base + before);
+    munmap((byte *)slab + SLAB_BYTES, SLAB_BYTES - before);
+#ifdef MADV_HUGEPAGE
+    if (t->slabs) /* a small table keeps to small pages */
+        madvise(slab, SLAB_BYTES, MADV_HUGEPAGE);
+#endif
+    for (unsigned i = 0; i < SLAB_SEGMENTS; i++)
+        slab->vacancy[i] = (byte)(SLAB_SEGMENTS - 1 - i);
+    slab->vacant = SLAB_SEGMENTS;
+    t->slabs++;
+    slab_list(t, slab);
+    return slab;
+}
+
+static Bucket *segment_new(Table *t)
+{
+    Slab *slab = t->roomy ? t->roomy : slab_new(t);
+    if (!slab)
+        return NULL;
+    unsigned number = slab->vacancy[--slab->vacant];
+    if (!slab->vacant)
+        slab_unlist(t, slab);
+    t->segments++;
+    return memset((byte *)slab + (1 + number) * SEGMENT_BYTES, 0, SEGMENT_BYTES);
+}
+
+static void segment_free(Table *t, Bucket *segment)
+{
+    Slab *slab = (Slab *)((uintptr_t)segment & ~(uintptr_t)(SLAB_BYTES - 1));
+    t->segments--;
+    madvise(segment, SEGMENT_BYTES, MADV_DONTNEED);
+    if (!slab->vacant)
+        slab_list(t, slab);
+    slab->vacancy[slab->vacant++] = (byte)(((byte *)segment - (byte *)slab) / SEGMENT_BYTES - 1);
+    if (slab->vacant == SLAB_SEGMENTS) {
+        slab_unlist(t, slab);
+        munmap(slab, SLAB_BYTES);
+        t->slabs--;
+    }
+}
+#endif
+
+/* ---- Life and growth. */
+
+static bool table_open(Table *t, const uint64_t secret[2], uint64_t tag_mask)
+{
+    memset(t, 0, sizeof *t);
+    t->secret[0] = secret[0];
+    t->secret[1] = secret[1] | 1;
+    t->tag_mask = tag_mask;
+    t->depth = 1; /* never 0: a shift by 64 is undefined */
+    t->directory = malloc(2 * sizeof *t->directory);
+    Bucket *segment = t->directory ? segment_new(t) : NULL;
+    if (!segment) {
+        free(t->directory);
+        t->directory = NULL;
+        return false;
+    }
+    t->directory[0] = t->directory[1] = (uintptr_t)segment;
+    t->at_depth[0] = 1;
+    return true;
+}
+
+static size_t directory_size(const Table *t) { return (size_t)1 << t->depth; }
+
+/* How many directory entries lead to a segment. */
+static size_t directory_span(const Table *t, uintptr_t entry) { return (size_t)1 << (t->depth - local_depth(entry)); }
+
+static void table_close(Table *t)
+{
+    if (!t->directory)
+        return;
+    for (size_t i = 0; i < directory_size(t);) {
+        uintptr_t entry = t->directory[i];
+        i += directory_span(t, entry);
+        segment_free(t, segment_of(entry));
+    }
+    free(t->directory);
+    t->directory = NULL;
+}
+
+static size_t table_bytes(const Table *t)
+{
+    return t->segments * SEGMENT_BYTES + t->slabs * sizeof(Slab) + directory_size(t) * sizeof *t->directory;
+}
+
+/* Puts an entry whose key the segment lacks; false: no room within MAX_PROBE buckets. */
+static bool segment_put(Bucket *segment, uint64_t place, uint64_t key, uint64_t word, Spot *spot)
+{
+    for (unsigned step = 0; step < MAX_PROBE; step++) {
+        unsigned at = (place + step) % SEGMENT_BUCKETS;
+        Bucket *b = &segment[at];
+        if (b->word[BUCKET_ENTRIES - 1])
+            continue;
+        unsigned i = 0;
+        while (b->word[i])
+            i++;
+        b->key[i] = key;
+        b->word[i] = word;
+        *spot = (Spot){segment, at, i, &b->word[i]};
+        return true;
+    }
+    return false;
+}
+
+static bool directory_double(Table *t)
+{
+    size_t size = directory_size(t);
+    uintptr_t *wider = t->depth < MAX_DEPTH ? realloc(t->directory, 2 * size * sizeof *wider) : NULL;
+    if (!wider)
+        return false;
+    for (size_t i = size; i-- > 0;)
+        wider[2 * i] = wider[2 * i + 1] = wider[i];
+    t->directory = wider;
+    t->depth++;
+    return true;
+}
+
+static void directory_halve(Table *t)
+{
+    size_t size = directory_size(t) / 2;
+    for (size_t i = 0; i < size; i++)
+        t->directory[i] = t->directory[2 * i];
+    t->depth--;
+    uintptr_t *narrower = realloc(t->directory, size * sizeof *narrower);
+    if (narrower)
+        t->directory = narrower;
+}
+
+/* Adds the entries of `from` to `high` where the bit of their place is set, else to `low`; false: no room for one. */
+static bool segment_deal(const Table *t, const Bucket *from, Bucket *low, Bucket *high, uint64_t bit)
+{
+    Spot spot;
+    for (unsigned at = 0; at < SEGMENT_BUCKETS; at++)
+        for (unsigned i = 0; i < BUCKET_ENTRIES && from[at].word[i]; i++) {
+            uint64_t key = from[at].key[i], word = from[at].word[i], place = spread(t, key, word & t->tag_mask);
+            if (!segment_put(place & bit ? high : low, place, key, word, &spot))
+                return false;
+        }
+    return true;
+}
+
+/* Splits the segment of a place; false: no memory (or, with odds that keyed spreading makes nil, all its entries on one side). */
+static bool table_split(Table *t, uint64_t place)
+{
+    uintptr_t entry = *directory_entry(t, place);
+    unsigned depth = local_depth(entry);
+    if (depth == t->depth && !directory_double(t))
+        return false;
+    Bucket *low = segment_of(entry), *high = segment_new(t), before[SEGMENT_BUCKETS];
+    if (!high)
+        return false;
+    memcpy(before, low, sizeof before);
+    memset(low, 0, SEGMENT_BYTES);
+    if (!segment_deal(t, before, low, high, (uint64_t)1 << (63 - depth))) {
+        memcpy(low, before, sizeof before);
+        segment_free(t, high);
+        return false;
+    }
+    size_t span = (size_t)1 << (t->depth - depth);
+    size_t first = (directory_entry(t, place) - t->directory) & ~(span - 1);
+    for (size_t i = 0; i < span; i++)
+        t->directory[first + i] = (uintptr_t)(i < span / 2 ? low : high) | (depth + 1);
+    t->at_depth[depth]--;
+    t->at_depth[depth + 1] += 2;
+    return true;
+}
+
+/* Adds an entry whose key the table lacks, and says where; false: no memory. */
+static bool table_insert(Table *t, uint64_t key, uint64_t word, Spot *spot)
+{
+    uint64_t place = spread(t, key, word & t->tag_mask);
+    while (!segment_put(segment_of(*directory_entry(t, place)), place, key, word, spot))
+        if (!table_split(t, place))
+            return false;
+    t->entries++;
+    return true;
+}
+
+/* An entry that was pushed past bucket `at` while it was full, if there is one. */
+static bool find_pushed(const Table *t, Bucket *segment, unsigned at, Spot *spot)
+{
+    for (unsigned step = 1; step < MAX_PROBE; step++) {
+        unsigned bucket = (at + step) % SEGMENT_BUCKETS;
+        Bucket *b = &segment[bucket];
+        for (unsigned i = 0; i < BUCKET_ENTRIES && b->word[i]; i++) {
+            unsigned home = spread(t, b->key[i], b->word[i] & t->tag_mask) % SEGMENT_BUCKETS;
+            if ((bucket - home) % SEGMENT_BUCKETS >= step) {
+                *spot = (Spot){segment, bucket, i, &b->word[i]};
+                return true;
+            }
+        }
+        if (!b->word[BUCKET_ENTRIES - 1])
+            return false;
+    }
+    return false;
+}
+
+/* Removes an entry. Others move up to its place, from its bucket or from later ones. */
+static void table_erase(Table *t, Spot spot)
+{
+    t->entries--;
+    for (;;) {
+        Bucket *b = &spot.segment[spot.bucket];
+        bool was_full = b->word[BUCKET_ENTRIES - 1] != 0;
+        unsigned last = BUCKET_ENTRIES - 1;
+        while (!b->word[last])
+            last--;
+        b->key[spot.entry] = b->key[last];
+        b->word[spot.entry] = b->word[last];
+        b->key[last] = b->word[last] = 0;
+        Spot pushed;
+        if (!was_full || !find_pushed(t, spot.segment, spot.bucket, &pushed))
+            return;
+        b->key[last] = pushed.segment[pushed.bucket].key[pushed.entry];
+        b->word[last] = *pushed.word;
+        spot = pushed;
+    }
+}
+
+static size_t segment_count(const Bucket *segment)
+{
+    size_t count = 0;
+    for (unsigned at = 0; at < SEGMENT_BUCKETS; at++)
+        for (unsigned i = 0; i < BUCKET_ENTRIES; i++)
+            count += segment[at].word[i] != 0;
+    return count;
+}
+
+static bool table_sparse(const Table *t) { return t->segments > 1 && t->entries < t->segments * (SEGMENT_ENTRIES / 4); }
+
+/* Merges the segment whose directory entries start at `first` with its buddy, if both are sparse and it is the later one. */
+static void table_merge(Table *t, size_t first)
+{
+    uintptr_t entry = t->directory[first];
+    size_t span = directory_span(t, entry);
+    if (!local_depth(entry) || !(first & span) || local_depth(t->directory[first - span]) != local_depth(entry))
+        return;
+    Bucket *low = segment_of(t->directory[first - span]), *high = segment_of(entry), before[SEGMENT_BUCKETS];
+    if (segment_count(low) + segment_count(high) > SEGMENT_ENTRIES / 2)
+        return;
+    memcpy(before, low, sizeof before);
+    if (!segment_deal(t, high, low, low, 0)) {
+        memcpy(low, before, sizeof before);
+        return;
+    }
+    unsigned depth = local_depth(entry);
+    for (size_t i = 0; i < 2 * span; i++)
+        t->directory[first - span + i] = (uintptr_t)low | (depth - 1);
+    segment_free(t, high);
+    t->at_depth[depth] -= 2;
+    t->at_depth[depth - 1]++;
+    while (t->depth > 1 && !t->at_depth[t->depth])
+        directory_halve(t);
+}
+
+#endif
