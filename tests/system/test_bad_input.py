@@ -1,4 +1,4 @@
-"""Bad input, sent through both front doors: one clear error that names field and value, nothing booked, services healthy after."""
+"""Bad input through both front doors: one clear error that names field and value, nothing booked, services healthy after."""
 
 from __future__ import annotations
 

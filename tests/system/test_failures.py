@@ -1,0 +1,188 @@
+"""The failure table: what a user sees when a part of the cluster goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from harness.calls import Answer, fresh_tokens, generate, http, request
+from harness.cluster import Cluster
+from harness.load import reference, steady_load
+from harness.waiting import eventually
+
+from rankway import rpc
+from rankway.v1 import generate_pb2_grpc, registry_pb2, registry_pb2_grpc, router_pb2, router_pb2_grpc
+
+LEASE_S = 5.0
+
+
+@pytest.fixture
+def again() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Services that the test starts again itself; ended after the test."""
+    started: list[subprocess.Popen[bytes]] = []
+    yield started
+    for process in started:
+        process.terminate()
+    for process in started:
+        process.wait(30)
+
+
+async def test_a_killed_worker_is_gone_within_its_lease(own_cluster: Cluster, again: list[subprocess.Popen[bytes]]) -> None:
+    """kill -9: ranks, blocks, loads and series go, no request notices; started again, its old cache is not believed."""
+    cluster = own_cluster
+    prompt = fresh_tokens(196)
+    async with rpc.open_channel(cluster.router) as channel:
+        stub = generate_pb2_grpc.GenerationStub(channel)
+        assert (await generate(stub, request(prompt, dp_rank=6))).where == ("worker-1", 6)
+        await eventually(lambda: ranks_in_metrics(cluster, "router") == set(map(str, range(8))))
+        os.kill(cluster.pid("worker-1"), signal.SIGKILL)
+        for _ in range(20):
+            assert (await generate(stub, request(prompt))).routed.worker_id == "worker-0"
+
+        async def forgotten() -> bool:
+            assert await registered(cluster) == {"worker-0"}
+            assert ranks_in_metrics(cluster, "router") <= set(map(str, range(4)))
+            assert ranks_in_metrics(cluster, "indexer") <= set(map(str, range(4)))
+            return True
+
+        await eventually(forgotten, LEASE_S + 2)
+
+        again.append(cluster.start_again("worker-1"))
+
+        async def used() -> bool:
+            explain = router_pb2_grpc.RouterStub(channel)
+            answer = await explain.Explain(router_pb2.ExplainRequest(request=request(prompt)))
+            back = [c for c in answer.candidates if c.worker_id == "worker-1"]
+            assert len(back) == 4
+            assert all(c.eligible and c.overlap_blocks == 0 for c in back)
+            return True
+
+        await eventually(used, 15)
+        fresh = await generate(stub, request(prompt, dp_rank=6))
+        assert (fresh.where, fresh.usage.cached_tokens) == (("worker-1", 6), 0)
+
+
+async def registered(cluster: Cluster) -> set[str]:
+    async with rpc.open_channel(cluster.address("registry")) as channel:
+        answer = await registry_pb2_grpc.RegistryStub(channel).List(registry_pb2.ListRequest(), timeout=5)
+    return {record.worker_id for record in answer.records}
+
+
+def ranks_in_metrics(cluster: Cluster, service: str) -> set[str]:
+    """The dp_rank labels among the service's series."""
+    text = http(cluster.metrics_url(service)).body.decode()
+    return {line.partition('dp_rank="')[2].partition('"')[0] for line in text.splitlines() if 'dp_rank="' in line}
+
+
+@pytest.mark.parametrize("service", ["nats", "registry", "indexer"])
+async def test_a_stopped_part_fails_no_request(own_cluster: Cluster, again: list[subprocess.Popen[bytes]], service: str) -> None:
+    """NATS, registry or indexer killed under load for longer than a lease: no request fails, and all repair once it is back."""
+    cluster = own_cluster
+    async with steady_load(cluster.router) as load:
+        await load.more(30)
+        os.kill(cluster.pid(service), signal.SIGKILL)
+        await asyncio.sleep(LEASE_S + 1.5)  # what is tested is this time without the service
+        await load.more(30)
+        again.append(cluster.start_again(service))
+        await load.more(30)
+
+        async def repaired() -> bool:
+            assert await registered(cluster) == {"worker-0", "worker-1"}
+            return True
+
+        await eventually(repaired, 15)
+        await load.more(30)
+    assert load.failures == []
+
+    prompt = fresh_tokens(196)
+    async with rpc.open_channel(cluster.router) as channel:
+        stub = generate_pb2_grpc.GenerationStub(channel)
+        first = await generate(stub, request(prompt))
+
+        async def cached() -> Answer | None:
+            answer = await generate(stub, request(prompt))
+            return answer if answer.where == first.where and answer.routed.overlap_blocks == 12 else None
+
+        await eventually(cached, 10)
+
+
+@pytest.mark.parametrize("when", ["before the first token", "in mid-stream"])
+async def test_a_worker_killed_under_fifty_streams_loses_nothing(own_cluster: Cluster, when: str) -> None:
+    """No stream fails, and each gives the very text that it gives on a calm cluster: nothing lost, doubled or cut off."""
+    cluster = own_cluster
+    prompts = [fresh_tokens(64 if when == "in mid-stream" else 1200) for _ in range(50)]
+    max_tokens = 150 if when == "in mid-stream" else 8
+    expected = await reference(cluster.router, prompts, max_tokens)
+    async with rpc.open_channel(cluster.router) as channel:
+        stub = generate_pb2_grpc.GenerationStub(channel)
+        streams = [asyncio.create_task(generate(stub, request(p, max_tokens=max_tokens, cache_salt="x"))) for p in prompts]
+        if when == "in mid-stream":
+            await eventually(lambda: running_on(cluster, "worker-1") >= 10)
+        os.kill(cluster.pid("worker-1"), signal.SIGKILL)
+        answers = await asyncio.gather(*streams)
+    assert [a.text for a in answers] == [e.text for e in expected]
+    assert [a.tokens for a in answers] == [e.tokens for e in expected]
+    assert {a.usage.prompt_tokens for a in answers} == {len(prompts[0])}
+    assert {a.usage.completion_tokens for a in answers} == {max_tokens}
+    assert when != "in mid-stream" or any(a.finished.migrations for a in answers if a.finished)
+
+
+def running_on(cluster: Cluster, worker: str) -> int:
+    """Requests that the worker's engine runs now."""
+    text = http(cluster.metrics_url(worker)).body.decode()
+    return sum(int(float(line.split()[-1])) for line in text.splitlines() if line.startswith("rankway_worker_running"))
+
+
+async def test_four_routers_under_a_burst_do_not_herd(own_cluster: Cluster, again: list[subprocess.Popen[bytes]]) -> None:
+    """A burst of 64 equal requests at each of four routers: no rank of eight gets more than twice the mean."""
+    cluster = own_cluster
+    others = [OtherRouter(cluster, number) for number in range(3)]
+    again += [router.process for router in others]
+    endpoints = [cluster.router, *[await router.endpoint() for router in others]]
+    counts: Counter[tuple[str, int]] = Counter()
+
+    async def burst(endpoint: str) -> None:
+        async with rpc.open_channel(endpoint) as channel:
+            stub = generate_pb2_grpc.GenerationStub(channel)
+            answers = await asyncio.gather(*(generate(stub, request(fresh_tokens(64), max_tokens=32)) for _ in range(64)))
+        counts.update(answer.where for answer in answers)
+
+    await asyncio.gather(*map(burst, endpoints))
+    assert counts.total() == 256
+    assert max(counts.values()) <= 2 * 256 / 8, counts
+
+
+class OtherRouter:
+    """One more router beside the cluster's own."""
+
+    def __init__(self, cluster: Cluster, number: int) -> None:
+        read, write = os.pipe()
+        options = [
+            f"--router-id=other-{number}",
+            "--grpc-listen=127.0.0.1:0",
+            "--http-listen=127.0.0.1:0",
+            f"--nats-url={cluster.nats_url}",
+            f"--registry-endpoints={cluster.address('registry')}",
+            f"--indexer-endpoints={cluster.address('indexer')}",
+        ]
+        self._ready = read
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "rankway", "router", *options],
+            env={**os.environ, "RANKWAY_READY_FD": str(write)},
+            pass_fds=(write,),
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(write)
+
+    async def endpoint(self) -> str:
+        """host:port of its gRPC API, once it is ready."""
+        with os.fdopen(self._ready) as ready:
+            line = await asyncio.to_thread(ready.readline)
+        return str(json.loads(line)["grpc"])
