@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -97,12 +98,13 @@ class Follower:
             self._restart_reason = ""
             reason = ""
             try:
-                async for update in self._view(endpoint):
-                    if isinstance(update, ViewReady):
-                        pause_s = RETRY_MIN_S
-                    yield update
-                    if self._restart_reason:
-                        break
+                async with contextlib.aclosing(self._view(endpoint)) as updates:
+                    async for update in updates:
+                        if isinstance(update, ViewReady):
+                            pause_s = RETRY_MIN_S
+                        yield update
+                        if self._restart_reason:
+                            break
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
             except Malformed as error:
@@ -115,7 +117,7 @@ class Follower:
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, RETRY_MAX_S)
 
-    async def _view(self, endpoint: str) -> AsyncIterator[Update]:
+    async def _view(self, endpoint: str) -> AsyncGenerator[Update, None]:
         """One stream of one indexer. A fresh channel: an old one would still be in back-off after the indexer's restart."""
         async with rpc.open_channel(endpoint) as channel:
             call = indexer_pb2_grpc.IndexerStub(channel).Follow(self._request)
@@ -127,11 +129,11 @@ class Follower:
                 self.connects += 1
                 position = 0
                 while isinstance(message, indexer_pb2.FollowResponse):
-                    for response in _unpacked(message):
+                    for response in unpacked(message):
                         position += 1
                         if response.position != position:
                             raise Malformed(f"position {response.position} where {position} was due")
-                        yield _update(response)
+                        yield update_of(response)
                     message = await call.read()
             except asyncio.CancelledError:
                 # `restart` cancels the call, which makes `read` raise this too.
@@ -147,14 +149,15 @@ def _cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _unpacked(message: indexer_pb2.FollowResponse) -> Iterator[indexer_pb2.FollowResponse]:
+def unpacked(message: indexer_pb2.FollowResponse) -> Iterator[indexer_pb2.FollowResponse]:
+    """The responses of one gRPC message, each with its position."""
     if message.WhichOneof("event") == "several":
         yield from message.several.responses
     else:
         yield message
 
 
-def _update(response: indexer_pb2.FollowResponse) -> Update:
+def update_of(response: indexer_pb2.FollowResponse) -> Update:
     """Raises Malformed if the message is none that this release knows."""
     kind = response.WhichOneof("event")
     if kind == "batch":

@@ -174,6 +174,15 @@ class Follower:
             Unavailable: the indexer is stopping.
         """
         while True:
+            message = self.poll()
+            if message is not None:
+                return message
+            self._filled.clear()
+            await self._filled.wait()
+
+    def poll(self) -> bytes | None:
+        """`next` without waiting: None if there is nothing to write now."""
+        while True:
             if self._ended is not None:
                 raise self._ended
             if self._queue:
@@ -184,8 +193,7 @@ class Follower:
                 self._ready_told = True
                 return self._placed(indexer_pb2.FollowResponse(ready=indexer_pb2.FollowReady()).SerializeToString())
             else:
-                self._filled.clear()
-                await self._filled.wait()
+                return None
 
     def _snapshot_next(self) -> None:
         key = self._unsent.popleft()

@@ -327,11 +327,15 @@ async def test_a_follower_that_is_too_slow_is_cut_off(start_indexer: Start, star
             await worker.change(0, ("stored", [7] * 60_000))
         await eventually(lambda: replica.equals(worker), timeout_s=20)
         with pytest.raises(grpc.aio.AioRpcError) as cut:
-            while await call.read() is not grpc.aio.EOF:
-                pass
+            await _read_to_the_end(call)
         assert cut.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "sleepy" in (cut.value.details() or "")
     assert "rankway_indexer_followers_cut_off_total 1.0" in await _metrics(indexer)
+
+
+async def _read_to_the_end(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
 
 
 async def test_a_snapshot_under_load_has_no_gap_and_no_double(
