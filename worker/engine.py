@@ -43,6 +43,8 @@ class EngineInfo:
     lora_adapters: tuple[str, ...] = ()
     unsupported: frozenset[str] = frozenset()
     """Names of `Sampling` fields that this engine refuses when set away from their default."""
+    tokenizer_directory: str = ""
+    """Where the model's tokenizer.json is; empty: the worker's --model directory, or no model and the byte-level tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)

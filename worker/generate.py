@@ -1,0 +1,179 @@
+"""`Generation.Generate` at a worker: a client that streams from the engine's own worker, without a router between."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rankway import sampling
+from rankway.blocks import pack_tokens, unpack_tokens
+from rankway.errors import InvalidField, NotFound, RankwayError
+from rankway.tokenizer import Tokenizer
+from rankway.v1 import generate_pb2, types_pb2
+from rankway.worker.attach import FINISH_REASONS, logprobs_to_proto
+from rankway.worker.engine import Finish, Logprob
+from rankway.worker.requests import Order, Requests
+
+MAX_ID_CHARS = 128
+INLINE_CHARS = 4_096
+"""Text up to this is tokenised on the event loop: a thread's hand-over costs more."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """What a choice has brought since the client was last written to."""
+
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+    text: str = ""
+    logprobs: list[Logprob] = field(default_factory=list)
+    finish: Finish | None = None
+
+
+class Collector:
+    """The `Receiver` of one call. A slow client's deltas are merged: what waits is at most the request's own output."""
+
+    def __init__(self) -> None:
+        self._pending: dict[int, _Pending] = {}
+        self._filled = asyncio.Event()
+        self._error: RankwayError | None = None
+        self._over = False
+        self.reasons: dict[int, Finish] = {}
+        self.completion_tokens = 0
+        self.cached_tokens = 0
+
+    def delta(
+        self,
+        stream: int,
+        index: int,
+        tokens: Sequence[int],
+        text: str,
+        logprobs: Sequence[Logprob],
+        finish: Finish | None,
+        cached_tokens: int | None,
+    ) -> None:
+        pending = self._pending.setdefault(index, _Pending())
+        pending.tokens.extend(tokens)
+        pending.text += text
+        pending.logprobs.extend(logprobs)
+        pending.finish = finish
+        self.completion_tokens += len(tokens)
+        if cached_tokens is not None:
+            # The n choices share one prompt: usage counts it once, as it counts the prompt.
+            self.cached_tokens = max(self.cached_tokens, cached_tokens) if index else cached_tokens
+        if finish is not None:
+            self.reasons[index] = finish
+        self._filled.set()
+
+    def failed(self, stream: int, error: RankwayError) -> None:
+        self._error = error
+        self._filled.set()
+
+    def ended(self, stream: int) -> None:
+        self._over = True
+        self._filled.set()
+
+    async def deltas(self, tokenizer: Tokenizer) -> AsyncIterator[generate_pb2.Delta]:
+        """The choices' deltas until all have finished. Raises the RankwayError that the request failed with."""
+        while True:
+            await self._filled.wait()
+            self._filled.clear()
+            pending, self._pending = self._pending, {}
+            for index, part in sorted(pending.items()):
+                yield generate_pb2.Delta(
+                    index=index,
+                    token_ids=types_pb2.TokenIds(packed=pack_tokens(part.tokens)),
+                    text=part.text,
+                    logprobs=logprobs_to_proto(part.logprobs, tokenizer),
+                    finish_reason=types_pb2.FINISH_REASON_UNSPECIFIED if part.finish is None else FINISH_REASONS[part.finish],
+                )
+            if self._pending:
+                continue  # more came while the client was written to
+            if self._error is not None:
+                raise self._error
+            if self._over:
+                return
+
+
+async def order_from_request(
+    request: generate_pb2.GenerateRequest, requests: Requests, worker_id: str, dp_group: str, timeout_s: float | None
+) -> Order:
+    """The order of a client's request.
+
+    Raises:
+        NotFound: another worker or DP group is meant. UnknownModel, InvalidField: see `Limits` and `sampling`.
+    """
+    if len(request.request_id) > MAX_ID_CHARS:
+        raise InvalidField("request_id", request.request_id, f"at most {MAX_ID_CHARS} characters")
+    if request.worker_id not in ("", worker_id):
+        raise NotFound(f"worker_id={request.worker_id!r}: this is worker {worker_id}")
+    if request.dp_group not in ("", dp_group):
+        raise NotFound(f"dp_group={request.dp_group!r}: worker {worker_id} belongs to {dp_group}")
+    lora = requests.limits.resolve_model(request.model)
+    return Order(
+        stream=0,
+        request_id=request.request_id or uuid.uuid4().hex,
+        sampling=sampling.from_proto(request.sampling),
+        prompt=await _prompt(request, requests.tokenizer),
+        dp_rank=request.dp_rank if request.HasField("dp_rank") else None,
+        lora=lora,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        timeout_s=timeout_s,
+        default_max_tokens=None if request.WhichOneof("prompt") == "chat" else 16,
+    )
+
+
+async def _prompt(request: generate_pb2.GenerateRequest, tokenizer: Tokenizer) -> array[int]:
+    kind = request.WhichOneof("prompt")
+    try:
+        if kind == "token_ids":
+            return _token_ids(request.token_ids)
+        if kind == "text":
+            return await _in_thread_if_long(len(request.text), tokenizer.encode, request.text)
+        if kind == "chat":
+            messages = [_message(message) for message in request.chat.messages]
+            kwargs = json.loads(request.chat.template_kwargs_json or "{}")
+            if not isinstance(kwargs, dict):
+                raise InvalidField("template_kwargs_json", request.chat.template_kwargs_json, "must be a JSON object")
+            if not messages:
+                raise InvalidField("chat", [], "has no messages")
+            characters = sum(len(message["content"]) for message in messages)
+            return await _in_thread_if_long(characters, tokenizer.encode_chat, messages, kwargs)
+    except ValueError as error:
+        raise InvalidField(kind or "prompt", "…", str(error)) from None
+    raise InvalidField("prompt", None, "one of token_ids, text and chat must be given")
+
+
+def _token_ids(message: types_pb2.TokenIds) -> array[int]:
+    if message.ids and message.packed:
+        raise InvalidField("token_ids", "ids and packed", "set one of them")
+    return array("I", message.ids) if message.ids else unpack_tokens(message.packed)
+
+
+def _message(message: types_pb2.ChatMessage) -> dict[str, str]:
+    plain = {"role": message.role, "content": message.content}
+    return plain | {"name": message.name} if message.name else plain
+
+
+async def _in_thread_if_long(characters: int, encode: Any, *arguments: Any) -> array[int]:
+    tokens: array[int] = encode(*arguments) if characters <= INLINE_CHARS else await asyncio.to_thread(encode, *arguments)
+    return tokens
+
+
+def finished(collector: Collector, prompt_tokens: int) -> generate_pb2.Finished:
+    """The last message of a stream."""
+    reasons = [FINISH_REASONS[reason] for _, reason in sorted(collector.reasons.items())]
+    return generate_pb2.Finished(
+        reason=reasons[0],
+        reasons=reasons,
+        usage=types_pb2.Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=collector.completion_tokens,
+            cached_tokens=collector.cached_tokens,
+        ),
+    )
