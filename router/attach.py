@@ -171,8 +171,10 @@ class Link:
 
     async def _read(self, call: AttachCall) -> None:
         receivers = self._receivers
-        end = grpc.aio.EOF
-        while (message := await call.read()) is not end:
+        while True:
+            message = await call.read()
+            if not isinstance(message, worker_pb2.AttachResponse):
+                return  # grpc.aio.EOF
             for delta in message.step.deltas:
                 receiver = receivers.get(delta.stream)
                 if receiver is not None:

@@ -7,11 +7,13 @@ asks the others for all that they have; each repeats all of its own now and then
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from rankway.router.ledger import Booking, Ledger
 from rankway.router.policy import Decision
+from rankway.v1 import events_pb2
 
 
 @dataclass(slots=True)
@@ -26,22 +28,28 @@ class Batch:
         return bool(self.booked or self.prefilled or self.released)
 
 
+class Audience(Protocol):
+    """Who tells the other routers."""
+
+    def group_of(self, slot: int) -> str | None:
+        """The DP group of a slot; None: nobody's."""
+
+    def notify(self) -> None:
+        """A batch has something to tell."""
+
+
 class OwnBookings:
     """This router's bookings: in the ledger at once, and in the next batch for the others. Pure.
 
     Args:
         name: makes booking ids unique in the deployment: router_id and its epoch.
-        group_of: the DP group of a slot; None: nobody's.
-        on_change: called when a batch has something to tell; None: nobody else is told.
+        audience: who tells the others; None: nobody.
     """
 
-    def __init__(
-        self, ledger: Ledger, name: str, group_of: Callable[[int], str | None], on_change: Callable[[], None] | None
-    ) -> None:
+    def __init__(self, ledger: Ledger, name: str, audience: Audience | None) -> None:
         self._ledger = ledger
         self._name = name
-        self._group_of = group_of
-        self._on_change = on_change
+        self._audience = audience
         self._count = 0
         self._batches: defaultdict[str, Batch] = defaultdict(Batch)
 
@@ -92,10 +100,106 @@ class OwnBookings:
         return batches
 
     def _batch(self, booking: Booking) -> Batch | None:
-        if self._on_change is None:
+        if self._audience is None:
             return None
-        group = self._group_of(booking.slot)
+        group = self._audience.group_of(booking.slot)
         if group is None:
             return None
-        self._on_change()
+        self._audience.notify()
         return self._batches[group]
+
+
+@dataclass(slots=True)
+class _Router:
+    """What is known of another router in one DP group."""
+
+    epoch: int = 0
+    seq: int = 0
+    heard_at: float = 0.0
+    bookings: set[str] = field(default_factory=set)
+
+
+class OtherBookings:
+    """The bookings of other routers, in the ledger until they end or expire. Pure.
+
+    Args:
+        slot_of: from (worker_id, epoch, dp_rank) to an open slot, None for a target that isn't known here.
+        ttl_s: most seconds that a booking counts without being repeated.
+    """
+
+    def __init__(self, ledger: Ledger, slot_of: Callable[[str, int, int], int | None], ttl_s: float) -> None:
+        self._ledger = ledger
+        self._slot_of = slot_of
+        self._ttl_s = ttl_s
+        self._routers: dict[tuple[str, str], _Router] = {}
+
+    @property
+    def routers(self) -> int:
+        """Routers heard of."""
+        return len({router_id for router_id, _ in self._routers})
+
+    def apply(self, group: str, update: events_pb2.ActiveUpdate, now: float) -> bool:
+        """Take in what another router says. False: something before it is missing; ask for a full update."""
+        key = update.router_id, group
+        router = self._routers.get(key)
+        if router is None or update.router_epoch > router.epoch:
+            self._forget(key)
+            router = self._routers[key] = _Router(update.router_epoch)
+        elif update.router_epoch < router.epoch or update.seq <= router.seq:
+            return True
+        complete = update.full or update.seq == router.seq + 1
+        router.seq, router.heard_at = update.seq, now
+        if update.full:
+            self._end(router, router.bookings - {booking.booking_id for booking in update.booked})
+        for message in update.booked:
+            self._book(router, message, now)
+        for booking_id in update.prefilled:
+            booking = self._ledger.find(booking_id)
+            if booking is not None and not booking.own:
+                self._ledger.prefilled(booking)
+        self._end(router, update.released)
+        return complete
+
+    def tidy(self, now: float) -> None:
+        """Forget routers that have been silent for so long that all their bookings have expired."""
+        for key in [key for key, router in self._routers.items() if router.heard_at + 2 * self._ttl_s < now]:
+            self._forget(key)
+
+    def _book(self, router: _Router, message: events_pb2.Booking, now: float) -> None:
+        expires_at = now + min(message.ttl_ms / 1000, self._ttl_s)
+        known = self._ledger.find(message.booking_id)
+        if known is not None:
+            if not known.own:
+                self._ledger.set_expiry(known, expires_at)
+                if message.prefilled:
+                    self._ledger.prefilled(known)
+            return
+        slot = self._slot_of(message.worker_id, message.epoch, message.dp_rank)
+        if slot is None or len(message.block_hashes) % 8:
+            return
+        booking = self._ledger.book(
+            message.booking_id,
+            slot,
+            message.prefill_tokens,
+            message.prefill_tokens,
+            message.block_hashes,
+            now,
+            own=False,
+            expires_at=expires_at,
+            requests=message.requests,
+        )
+        if message.prefilled:
+            self._ledger.prefilled(booking)
+        router.bookings.add(message.booking_id)
+
+    def _end(self, router: _Router, booking_ids: Iterable[str]) -> None:
+        for booking_id in list(booking_ids):
+            router.bookings.discard(booking_id)
+            booking = self._ledger.find(booking_id)
+            if booking is not None and not booking.own:
+                self._ledger.end(booking)
+
+    def _forget(self, key: tuple[str, str]) -> None:
+        router = self._routers.pop(key, None)
+        if router is not None:
+            self._end(router, router.bookings)

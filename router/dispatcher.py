@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -26,8 +27,12 @@ from rankway.router.policy import Decision, Policy, Prompt
 from rankway.router.request import Flight, Stage
 from rankway.router.requests import RouterRequest, Sink
 from rankway.router.reservations import Reservation, Reservations
+from rankway.router.timing import Timing
 
 log = logs.get("dispatcher")
+
+SAMPLE = 16
+"""One choice in so many is timed."""
 
 FIRST = -(2**31)
 """Priority in the queue of a request whose client has seen output already."""
@@ -92,6 +97,8 @@ class RouterDispatcher:
         self.queue = queue
         self.reservations = Reservations()
         self.counts = Counts()
+        self.choice_seconds = Timing()
+        """Of one choice in `SAMPLE`."""
         self.flights: set[Flight] = set()
         self.settings = settings
         self._eligibility = eligibility
@@ -101,7 +108,9 @@ class RouterDispatcher:
         self._recent = recent
         self._rng = rng
         self._loop = asyncio.get_running_loop()
+        self._choices = 0
         self._pumping = False
+        self._emptied: asyncio.Future[None] | None = None
         self._closing: RankwayError | None = None
 
     def dispatch(self, request: RouterRequest, sink: Sink) -> Flight:
@@ -244,6 +253,8 @@ class RouterDispatcher:
     def ended(self, flight: Flight, error: RankwayError | None) -> None:
         """`request.Owner.ended`."""
         self.flights.discard(flight)
+        if not self.flights and self._emptied is not None and not self._emptied.done():
+            self._emptied.set_result(None)
         if error is not None:
             self.counts.failed[error.code.name] += 1
         elif flight.left == 0:
@@ -283,9 +294,9 @@ class RouterDispatcher:
 
     async def idle(self, timeout_s: float) -> bool:
         """Wait until no request runs; returns whether that came within the timeout."""
-        until = self._loop.time() + timeout_s
-        while self.flights and self._loop.time() < until:
-            await asyncio.sleep(0.02)
+        if self.flights:
+            self._emptied = self._loop.create_future()
+            await asyncio.wait([self._emptied], timeout=timeout_s)
         return not self.flights
 
     def fail_all(self, error: RankwayError) -> None:
@@ -313,7 +324,13 @@ class RouterDispatcher:
             place = self._affinity.target(request.session_id, now)
             preferred = self.policy.targets.find(place.target, place.epoch) if place is not None else None
         prompt = Prompt(tokens, request.cache_salt, preferred, waited_s)
-        decision = self.policy.decide(query, prompt, now, self._rng.getrandbits(64))
+        self._choices += 1
+        if self._choices % SAMPLE:
+            decision = self.policy.decide(query, prompt, now, self._rng.getrandbits(64))
+        else:
+            began = time.perf_counter()
+            decision = self.policy.decide(query, prompt, now, self._rng.getrandbits(64))
+            self.choice_seconds.add(time.perf_counter() - began)
         if not decision.must_wait:
             self._recent.record(request.request_id, query, decision)
             self._affinity.keep(request.session_id, decision.place, now)

@@ -131,6 +131,15 @@ class Eligibility:
             return ASIDE
         return ""
 
+    def all_eligible(self) -> set[int]:
+        """The slots that may be chosen by some request without a pin."""
+        return {
+            slot
+            for record in self._fleet.records.values()
+            for rank, slot in self._targets.slots(record.instance).items()
+            if not self.reason(record, rank, Query(record.model))
+        }
+
     def may_come_back(self, query: Query) -> bool:
         """Whether a target that the query allows is only out of reach for the moment."""
         return any(

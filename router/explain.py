@@ -143,9 +143,8 @@ def _as_decided(candidate: Candidate, decision: Decision) -> Candidate:
     term = candidate.term
     if term.slot != decision.slot:
         return candidate
-    prefill = (
-        term.queued_prefill_tokens + decision.prompt_tokens - decision.overlap_blocks * decision.block_size
-    ) / decision.block_size
+    size = decision.block_size
+    prefill = (term.queued_prefill_tokens + decision.prompt_tokens - decision.overlap_blocks * size) / size
     term = Term(
         term.slot,
         decision.cost,
@@ -172,15 +171,13 @@ def _remarks(policy: Policy, candidates: Sequence[Candidate], prompt_blocks: int
         return ["nobody serves the model"]
     if len({candidate.record.block_size for candidate in candidates}) > 1:
         remarks.append("targets with different block sizes: their costs compare in tokens (cost × block size)")
-    for candidate in candidates:
-        if candidate.reason:
-            remarks.append(f"{candidate.record.worker_id}/{candidate.dp_rank} is not eligible: {candidate.reason}")
+    remarks += [f"{c.record.worker_id}/{c.dp_rank} is not eligible: {c.reason}" for c in candidates if c.reason]
     unknown = [candidate for candidate in candidates if not candidate.known]
     if unknown:
         names = ", ".join(f"{c.record.worker_id}/{c.dp_rank}" for c in unknown[:8])
         remarks.append(
-            f"the index of {len(unknown)} of {len(candidates)} ranks is unknown ({names}{', …' if len(unknown) > 8 else ''}): they "
-            "score by load alone; is the indexer reachable, and do these workers publish KV events?"
+            f"the index of {len(unknown)} of {len(candidates)} ranks is unknown ({names}{', …' if len(unknown) > 8 else ''}): they score "
+            "by load alone; is the indexer reachable, and do these workers publish KV events?"
         )
     if all(candidate.term.overlap_blocks == 0 for candidate in candidates):
         remarks.append(_why_no_overlap(candidates, prompt_blocks, block_size))
@@ -201,6 +198,6 @@ def _why_no_overlap(candidates: Sequence[Candidate], prompt_blocks: int, block_s
     if not any(candidate.known for candidate in candidates):
         return "all overlaps are 0: no rank's index is known"
     return (
-        "all overlaps are 0 although ranks hold blocks: no rank holds the first block of this prompt; a prompt that was sent before "
+        "all overlaps are 0 although ranks hold blocks: no rank holds the first block of this prompt; one that was sent before "
         "differs in its first tokens (chat template, BOS, salt, adapter) or was evicted"
     )

@@ -152,6 +152,10 @@ class Ledger:
         self.loads.grow(slot + 1)
         self._slots[slot] = _SlotLoad(limits)
 
+    def is_open(self, slot: int) -> bool:
+        """Whether the slot is counted."""
+        return slot in self._slots
+
     def close(self, slot: int) -> list[Booking]:
         """Forget a slot; returns the bookings that it had (they are ended)."""
         load = self._slots.pop(slot, None)

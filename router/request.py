@@ -84,9 +84,9 @@ class Flight:
     """
 
     __slots__ = (
-        "_owner", "_sink", "_start_sampling", "answered_once", "arrived", "attempts", "booking", "cached_tokens", "chars", "decision",
-        "entry", "error", "generated", "grow_at", "left", "link", "migrations", "reasons", "request", "resumable", "routed", "stage",
-        "stream", "timer", "tried", "waiting_for", "fresh", "resumed",
+        "_owner", "_sink", "_start_sampling", "answered_once", "arrived", "attempts", "booking", "cached_tokens",
+        "chars", "decision", "entry", "error", "fresh", "generated", "grow_at", "left", "link", "migrations",
+        "reasons", "request", "resumable", "resumed", "routed", "stage", "stream", "timer", "tried", "waiting_for",
     )  # fmt: skip
 
     def __init__(self, owner: Owner, request: RouterRequest, sink: Sink, now: float) -> None:

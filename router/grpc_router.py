@@ -1,0 +1,126 @@
+"""`Router` over gRPC: Route, Release and Explain."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from rankway import rpc
+from rankway.errors import InvalidField, NotFound
+from rankway.router import drafts
+from rankway.router.dispatcher import RouterDispatcher
+from rankway.router.eligibility import Query
+from rankway.router.explain import Candidate, Explanation, Recent, explain, explain_past
+from rankway.router.grpc_generation import deadline_of
+from rankway.router.intake import Intake
+from rankway.router.policy import Policy, Prompt
+from rankway.v1 import router_pb2, types_pb2
+
+SERVICE_NAME = "rankway.v1.Router"
+
+
+class RouterServicer:
+    """The choice, for clients that stream from the worker themselves."""
+
+    def __init__(
+        self,
+        intake: Intake,
+        dispatcher: RouterDispatcher,
+        policy: Policy,
+        recent: Recent,
+        clock: Callable[[], float],
+        rng: random.Random,
+    ) -> None:
+        self._intake = intake
+        self._dispatcher = dispatcher
+        self._policy = policy
+        self._recent = recent
+        self._clock = clock
+        self._rng = rng
+
+    @rpc.unary
+    async def Route(self, request: router_pb2.RouteRequest, context: Any) -> router_pb2.RouteResponse:
+        checked = await self._intake.prepare(drafts.from_proto(request.request, deadline_of(context, self._clock)))
+        reservation = self._dispatcher.reserve(checked, request.ttl_ms)
+        decision = reservation.decision
+        given_as_tokens = request.request.WhichOneof("prompt") == "token_ids"
+        return router_pb2.RouteResponse(
+            reservation_id=reservation.reservation_id,
+            request_id=reservation.request_id,
+            worker_id=decision.place.target.worker_id,
+            dp_rank=decision.place.target.dp_rank,
+            endpoint=decision.endpoint,
+            epoch=decision.place.epoch,
+            overlap_blocks=decision.overlap_blocks,
+            cost=decision.cost,
+            prompt_tokens=decision.prompt_tokens,
+            ttl_ms=reservation.ttl_ms,
+            token_ids=None if given_as_tokens else types_pb2.TokenIds(packed=checked.prompt),
+        )
+
+    @rpc.unary
+    async def Release(self, request: router_pb2.ReleaseRequest, context: Any) -> router_pb2.ReleaseResponse:
+        if not request.reservation_id:
+            raise InvalidField("reservation_id", "", "must be given")
+        return router_pb2.ReleaseResponse(released=self._dispatcher.release_reservation(request.reservation_id))
+
+    @rpc.unary
+    async def Explain(self, request: router_pb2.ExplainRequest, context: Any) -> router_pb2.ExplainResponse:
+        now = self._clock()
+        subject = request.WhichOneof("subject")
+        if subject == "request_id":
+            past = self._recent.find(request.request_id)
+            if past is None:
+                raise NotFound(
+                    f"request_id={request.request_id!r}: no such recent request (the last {len(self._recent)} are kept)"
+                )
+            return self._response(request.request_id, explain_past(self._policy, past, now))
+        if subject is None:
+            raise InvalidField("request", None, "give a request or the request_id of a recent one")
+        checked = await self._intake.prepare(drafts.from_proto(request.request))
+        query = Query(checked.model, checked.lora, checked.dp_group, checked.worker_id, checked.dp_rank)
+        prompt = Prompt(checked.prompt, checked.cache_salt)
+        return self._response(checked.request_id, explain(self._policy, query, prompt, now, self._rng.getrandbits(64)))
+
+    def _response(self, request_id: str, explanation: Explanation) -> router_pb2.ExplainResponse:
+        weights = self._policy.settings.weights
+        response = router_pb2.ExplainResponse(
+            request_id=request_id,
+            prompt_tokens=explanation.prompt_tokens,
+            block_size=explanation.block_size,
+            overlap_weight=weights.overlap_weight,
+            temperature=weights.temperature,
+            candidates=map(_candidate, explanation.candidates),
+            remarks=explanation.remarks,
+        )
+        if explanation.chosen is not None:
+            response.worker_id = explanation.chosen.target.worker_id
+            response.dp_rank = explanation.chosen.target.dp_rank
+        return response
+
+
+def _candidate(candidate: Candidate) -> router_pb2.Candidate:
+    term = candidate.term
+    message = router_pb2.Candidate(
+        worker_id=candidate.record.worker_id,
+        dp_rank=candidate.dp_rank,
+        eligible=not candidate.reason,
+        reason=candidate.reason,
+        cost=term.cost,
+        overlap_blocks=term.overlap_blocks,
+        prefill_blocks=term.prefill_blocks,
+        queued_prefill_tokens=term.queued_prefill_tokens,
+        decode_blocks=term.decode_blocks,
+        recent=term.recent,
+        tree_size=term.tree_size,
+        index_known=candidate.known,
+        total_blocks=candidate.record.total_kv_blocks,
+    )
+    if candidate.report is not None:
+        message.running = candidate.report.running
+        message.waiting = candidate.report.waiting
+        message.used_blocks = candidate.report.used_blocks
+    if candidate.report_age_s is not None:
+        message.load_age_ms = max(0, int(candidate.report_age_s * 1000))
+    return message
