@@ -50,7 +50,7 @@ class GenerationServicer:
             while True:
                 for message in await sink.take():
                     await write(message)
-                if sink.over:
+                if sink.drained:
                     if sink.error is not None:
                         raise sink.error
                     return
@@ -65,11 +65,16 @@ class StreamSink:
 
     def __init__(self, request: RouterRequest) -> None:
         self.over = False
-        """Nothing comes after what `take` has returned."""
+        """Nothing more is put; what `take` has not returned yet still counts."""
         self.error: RankwayError | None = None
         self._request = request
         self._messages: list[generate_pb2.GenerateResponse] = []
         self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def drained(self) -> bool:
+        """Over, and `take` has returned everything: more may have come while the handler wrote."""
+        return self.over and not self._messages
 
     async def take(self) -> list[generate_pb2.GenerateResponse]:
         """All messages that are there, at least one unless it is over."""
