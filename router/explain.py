@@ -176,7 +176,7 @@ def _remarks(policy: Policy, candidates: Sequence[Candidate], prompt_blocks: int
     if unknown:
         names = ", ".join(f"{c.record.worker_id}/{c.dp_rank}" for c in unknown[:8])
         remarks.append(
-            f"the index of {len(unknown)} of {len(candidates)} ranks is unknown ({names}{', …' if len(unknown) > 8 else ''}): they score "
+            f"the index of {len(unknown)} of {len(candidates)} ranks is unknown ({names}): they score "
             "by load alone; is the indexer reachable, and do these workers publish KV events?"
         )
     if all(candidate.term.overlap_blocks == 0 for candidate in candidates):

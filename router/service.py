@@ -7,12 +7,13 @@ one of them is down, what was known last serves.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc.aio
 from prometheus_client import CollectorRegistry
@@ -22,6 +23,7 @@ from rankway.choice import Weights
 from rankway.errors import Unavailable, from_status
 from rankway.indexer.client import Follower
 from rankway.registry.client import RegistryClient
+from rankway.registry.records import State
 from rankway.router import grpc_generation, grpc_router
 from rankway.router.admission import QueueLimits, WaitQueue
 from rankway.router.affinity import Affinity
@@ -50,6 +52,7 @@ from rankway.v1 import generate_pb2_grpc, router_pb2_grpc, worker_pb2, worker_pb
 log = logs.get("router")
 
 SWEEP_S = 0.1
+START_S = 3.0
 STOP_GRACE_S = 1.0
 TOKENIZER_TIMEOUT_S = 30.0
 
@@ -74,6 +77,12 @@ class Router:
     intake: Intake
     generation: grpc_generation.GenerationServicer
 
+    @property
+    def complete(self) -> bool:
+        """Whether every worker that takes requests answers, and a whole view of the index has come."""
+        waiting = (record for record in self.fleet.records.values() if record.state is State.READY)
+        return self.replica.complete and all(self.eligibility.is_connected(record.instance) for record in waiting)
+
     def not_ready(self) -> str:
         """Why requests can't be served now; "" when they can."""
         if not self.fleet.records:
@@ -81,11 +90,21 @@ class Router:
         return "" if self.eligibility.any_connected() else "no worker answers"
 
 
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What the start waits for."""
+
+    listed: asyncio.Event = field(default_factory=asyncio.Event)
+    """The registry has answered."""
+    complete: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 async def run(settings: RouterSettings, *, ready: service.Ready, stop: asyncio.Event) -> None:
     """Serve until `stop`.
 
     Start: listen (health NOT_SERVING) → watch the registry, follow an indexer, learn others' bookings → attach to the workers →
-    ready once the registry has answered; health and /ready say SERVING while a worker answers.
+    ready once the registry has answered and, within START_S, the workers and an indexer have. From then on health and /ready say
+    SERVING while a worker answers.
     Stop: health NOT_SERVING, refuse what waits → accept nothing new → running requests end (drain_timeout_s), the rest is
     aborted at the engines → end the watches → close the links → close the metrics.
 
@@ -136,9 +155,9 @@ async def _serve(
     ready: service.Ready,
     stop: asyncio.Event,
 ) -> None:
-    listed = asyncio.Event()
-    roles = asyncio.create_task(_roles(settings, router, router_id, server, listed))
-    starting = asyncio.create_task(_announce(listed, ready, addresses))
+    start = _Start()
+    roles = asyncio.create_task(_roles(settings, router, router_id, server, start))
+    starting = asyncio.create_task(_announce(start, ready, addresses))
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({roles, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -160,27 +179,29 @@ async def _serve(
         roles.result()
 
 
-async def _announce(listed: asyncio.Event, ready: service.Ready, addresses: Mapping[str, str]) -> None:
-    await listed.wait()
+async def _announce(start: _Start, ready: service.Ready, addresses: Mapping[str, str]) -> None:
+    await start.listed.wait()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(start.complete.wait(), START_S)
     ready(addresses)
 
 
-async def _roles(settings: RouterSettings, router: Router, router_id: str, server: rpc.Server, listed: asyncio.Event) -> None:
+async def _roles(settings: RouterSettings, router: Router, router_id: str, server: rpc.Server, start: _Start) -> None:
     """Everything that runs beside the requests; one that fails ends the router."""
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(_watch(settings, router, listed))
+        tasks.create_task(_watch(settings, router, start))
         tasks.create_task(_follow(settings, router, router_id))
-        tasks.create_task(_sweep(router, server))
+        tasks.create_task(_sweep(router, server, start))
         if router.sharing is not None:
             tasks.create_task(router.sharing.run())
 
 
-async def _watch(settings: RouterSettings, router: Router, listed: asyncio.Event) -> None:
+async def _watch(settings: RouterSettings, router: Router, start: _Start) -> None:
     registry = RegistryClient(settings.registry_endpoints)
     try:
         async for event in registry.watch(settings.dp_group):
             router.members.apply(event)
-            listed.set()
+            start.listed.set()
     finally:
         await registry.close()
 
@@ -194,7 +215,7 @@ async def _follow(settings: RouterSettings, router: Router, router_id: str) -> N
             follower.restart(wrong)
 
 
-async def _sweep(router: Router, server: rpc.Server) -> None:
+async def _sweep(router: Router, server: rpc.Server, start: _Start) -> None:
     """Let time pass, and tell the truth about readiness."""
     clock = asyncio.get_running_loop().time
     was_ready = False
@@ -203,6 +224,8 @@ async def _sweep(router: Router, server: rpc.Server) -> None:
         now = clock()
         router.members.sweep(now)
         router.dispatcher.sweep(now)
+        if not start.complete.is_set() and router.complete:
+            start.complete.set()
         if was_ready != (is_ready := not router.not_ready()):
             was_ready = is_ready
             await server.set_ready(is_ready)
