@@ -174,7 +174,7 @@ class LeaseKeeper:
             Outdated: a newer epoch of this worker has taken over; this one must stop.
             RankwayError: the lease had ended and the registry refuses to take the worker back (its window is taken).
         """
-        if self._lease is None:
+        if self._lease is None and not self._left:
             raise RuntimeError("register first")
         while self._lease is not None:
             with contextlib.suppress(TimeoutError):

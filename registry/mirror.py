@@ -98,9 +98,6 @@ class Mirror:
             except Unavailable as error:
                 reason = error.message
             self._set_following(False)
-            if self._loaded.is_set():
-                # Nobody could renew a lease while NATS was away.
-                self.view.interrupted(time.monotonic())
             log.warning("loading the bucket anew", reason=reason)
             await asyncio.sleep(RETRY_S)
 
@@ -136,8 +133,10 @@ class Mirror:
             entries.append(self._bucket.entry(message, base))
             pending = message.metadata.num_pending
         now = time.monotonic()
-        if not self._loaded.is_set() and (datetime.now(UTC) - created).total_seconds() < self._lease_s:
-            # A new bucket may stand for one that was lost: workers get the time to come back.
+        is_new = (datetime.now(UTC) - created).total_seconds() < self._lease_s
+        if is_new or self._loaded.is_set():
+            # Nobody could renew a lease while NATS was away, and a new bucket may stand for one that was lost: workers get the
+            # time to come back.
             self.view.interrupted(now)
         self._base = base
         last = max((entry.revision for entry in entries), default=base)

@@ -15,7 +15,7 @@ from rankway.registry.metrics import Metrics
 from rankway.registry.mirror import Mirror
 from rankway.registry.servicer import RegistryServicer
 from rankway.registry.settings import RegistrySettings
-from rankway.registry.view import View
+from rankway.registry.view import LOG_SIZE, View
 from rankway.v1 import registry_pb2_grpc
 
 log = logs.get("registry")
@@ -71,7 +71,7 @@ async def _follow(
     try:
         bucket = Bucket(client, settings.bucket, replicas=settings.bucket_replicas, lease_s=settings.lease_ttl_s)
         admission = Admission(bucket)
-        mirror = Mirror(client, status, bucket, View(settings.lease_ttl_s), settings.lease_ttl_s)
+        mirror = Mirror(client, status, bucket, View(settings.lease_ttl_s, LOG_SIZE), settings.lease_ttl_s)
         metrics.observe(mirror, admission)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(mirror.run())

@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from rankway.ranks import Instance
 from rankway.registry.records import Gone, Put, Record
 
+LOG_SIZE = 4096
+"""Changes kept for watchers that are behind or resume."""
+
 
 @dataclass(frozen=True, slots=True)
 class Delta:
@@ -45,7 +48,7 @@ class Entry:
 class View:
     """Live records by worker_id, and a bounded log of changes. Times are seconds of one monotonic clock."""
 
-    def __init__(self, lease_s: float, log_size: int = 4096) -> None:
+    def __init__(self, lease_s: float, log_size: int = LOG_SIZE) -> None:
         self.revision = 0
         """Everything in the bucket up to this revision is contained."""
         self._lease_s = lease_s

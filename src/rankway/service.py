@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
-from wsgiref.simple_server import WSGIRequestHandler, make_server
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import uvloop
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -128,7 +128,7 @@ def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> tuple[st
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     server_class = type("MetricsServer", (ThreadingWSGIServer,), {"address_family": family})
-    server = make_server(host.strip("[]"), port, make_wsgi_app(registry), server_class, _QuietHandler)
+    server: WSGIServer = make_server(host.strip("[]"), port, make_wsgi_app(registry), server_class, _QuietHandler)
     # prometheus_client's own start-up polls for its end every 0.5 s: every service would stop that much later.
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="metrics", daemon=True)
     thread.start()

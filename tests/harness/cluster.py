@@ -126,6 +126,8 @@ class Cluster:
                 if process.is_running():
                     process.kill()
             self._reader.join(5)
+            if self.process.stdout is not None:
+                self.process.stdout.close()
 
     def _read(self) -> None:
         assert self.process.stdout is not None

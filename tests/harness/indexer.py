@@ -59,6 +59,10 @@ class RunningIndexer:
         if not self.task.cancelled():
             self.task.result()
 
+    async def kill(self) -> None:
+        self.task.cancel()
+        await asyncio.wait({self.task})
+
     async def stats(self) -> indexer_pb2.StatsResponse:
         async with rpc.open_channel(self.endpoint) as channel:
             return await indexer_pb2_grpc.IndexerStub(channel).Stats(indexer_pb2.StatsRequest())

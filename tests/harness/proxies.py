@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 
 class TcpProxy:
@@ -115,8 +116,8 @@ class _Side(asyncio.Protocol):
         self._from_client = to_server
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
         link = self._link
+        transport = cast("asyncio.Transport", transport)
         if self._from_client:
             link.client = transport
             link.opening = asyncio.get_running_loop().create_task(link.proxy._connect(link))

@@ -7,7 +7,8 @@ from typing import Any
 
 from rankway.ranks import DpRange
 from rankway.registry import service
-from rankway.registry.records import Record, State
+from rankway.registry.client import RegistryClient
+from rankway.registry.records import Put, Record, Snapshot, State, WatchEvent
 from rankway.registry.settings import RegistrySettings
 
 
@@ -57,9 +58,33 @@ class Replica:
         assert self._ready.is_set()
 
     async def stop(self) -> None:
+        """Idempotent."""
         self._stop.set()
         await self._task
 
     def _on_ready(self, addresses: Any) -> None:
         self.addresses = dict(addresses)
         self._ready.set()
+
+
+class Watcher:
+    """Follows a registry through `RegistryClient.watch`: what it saw, and what it knows now by worker_id."""
+
+    def __init__(self, client: RegistryClient, dp_group: str = "") -> None:
+        self.events: list[WatchEvent] = []
+        self.known: dict[str, Record] = {}
+        self._task = asyncio.create_task(self._follow(client, dp_group))
+
+    async def _follow(self, client: RegistryClient, dp_group: str) -> None:
+        async for event in client.watch(dp_group):
+            self.events.append(event)
+            if isinstance(event, Snapshot):
+                self.known = {record.worker_id: record for record in event.records}
+            elif isinstance(event, Put):
+                self.known[event.record.worker_id] = event.record
+            else:
+                self.known.pop(event.instance.worker_id, None)
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        await asyncio.wait({self._task})

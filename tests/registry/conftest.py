@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 from harness.nats import NatsServer
-from harness.registry import Replica
+from harness.registry import Replica, Watcher
 
 from rankway.registry.client import RegistryClient
 from rankway.registry.settings import RegistrySettings
 
+StartReplica = Callable[..., Awaitable[Replica]]
+OpenClient = Callable[..., RegistryClient]
+OpenWatcher = Callable[..., Watcher]
+
 
 @pytest.fixture
-async def start_replica(nats_server: NatsServer) -> AsyncIterator[Callable[..., Any]]:
+async def start_replica(nats_server: NatsServer) -> AsyncIterator[StartReplica]:
     """Starts a replica with a lease of 1 s (or other settings) and waits until it is ready."""
     replicas: list[Replica] = []
 
@@ -26,18 +32,41 @@ async def start_replica(nats_server: NatsServer) -> AsyncIterator[Callable[..., 
         return replica
 
     yield start
-    for replica in replicas:
-        await replica.stop()
+    await asyncio.gather(*(replica.stop() for replica in replicas))
 
 
 @pytest.fixture
-async def replica(start_replica: Callable[..., Any]) -> Replica:
-    started: Replica = await start_replica()
-    return started
+async def replica(start_replica: StartReplica) -> Replica:
+    return await start_replica()
 
 
 @pytest.fixture
-async def client(replica: Replica) -> AsyncIterator[RegistryClient]:
-    client = RegistryClient([replica.endpoint])
-    yield client
-    await client.close()
+async def open_client() -> AsyncIterator[OpenClient]:
+    """Opens clients of one or several replicas."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        def open_one(*replicas: Replica) -> RegistryClient:
+            client = RegistryClient([replica.endpoint for replica in replicas])
+            stack.push_async_callback(client.close)
+            return client
+
+        yield open_one
+
+
+@pytest.fixture
+async def client(replica: Replica, open_client: OpenClient) -> RegistryClient:
+    return open_client(replica)
+
+
+@pytest.fixture
+async def watch() -> AsyncIterator[OpenWatcher]:
+    """Watches a DP group (or all) through a client and keeps what it saw."""
+    watchers: list[Watcher] = []
+
+    def start(client: RegistryClient, dp_group: str = "") -> Watcher:
+        watchers.append(Watcher(client, dp_group))
+        return watchers[-1]
+
+    yield start
+    for watcher in watchers:
+        await watcher.stop()

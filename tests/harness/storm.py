@@ -1,0 +1,557 @@
+"""Storms: a whole cluster under faults, and the question whether everybody ends up knowing what the engines hold.
+
+A world is one nats-server (a child process), two registries, two indexers, two routers and two simulator workers with small
+caches, all real services over real sockets; each worker reaches NATS and the registries through proxies. A storm is a script of faults
+drawn from a seed; the load is drawn from it too. Timing is the machine's, so a seed repeats the script, not each interleaving.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from array import array
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+from harness.indexer import RunningIndexer, RunningReplica
+from harness.nats import NatsServer
+from harness.proxies import Faults, NatsProxy, TcpProxy
+from harness.registry import Replica as RunningRegistry
+from harness.waiting import eventually, free_port
+
+from rankway import rpc
+from rankway.blocks import unpack_hashes
+from rankway.errors import RankwayError
+from rankway.indexer.settings import IndexerSettings
+from rankway.indexer.slots import RankKey
+from rankway.ranks import LocalRank
+from rankway.registry.client import RegistryClient
+from rankway.registry.settings import RegistrySettings
+from rankway.router import service as router_service
+from rankway.router.settings import RouterSettings
+from rankway.sampling import Sampling
+from rankway.v1 import worker_pb2, worker_pb2_grpc
+from rankway.worker import service as worker_service
+from rankway.worker.engine import EngineOutput, EngineRequest
+from rankway.worker.settings import WorkerSettings
+
+BLOCK_SIZE = 4
+KV_BLOCKS = 64
+RANKS_PER_WORKER = 2
+LEASE_S = 1
+
+Truth = Mapping[RankKey, set[int]]
+"""What every rank of every live instance holds."""
+
+
+_built: ContextVar[Callable[[Any], None]] = ContextVar("_built")
+"""Of the service that the current task runs: is told the object that holds its parts."""
+
+
+class _KeptWorker(worker_service._Worker):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        if told := _built.get(None):
+            told(self)
+
+
+def _kept_router(*args: Any, build: Callable[..., Any] = router_service.build) -> Any:
+    router = build(*args)
+    if told := _built.get(None):
+        told(router)
+    return router
+
+
+worker_service._Worker = _KeptWorker  # type: ignore[misc]
+router_service.build = _kept_router
+
+
+class Service:
+    """A service as a task of this process; `built` is given what holds its parts, for tests that look inside."""
+
+    def __init__(self, run: Callable[..., Any], settings: Any, built: Callable[[Any], None]) -> None:
+        self.settings = settings
+        self.addresses: Mapping[str, str] = {}
+        self._up: asyncio.Future[Mapping[str, str]] = asyncio.get_running_loop().create_future()
+        self._stop = asyncio.Event()
+        context = copy_context()
+        context.run(_built.set, built)
+        self._task = asyncio.create_task(run(settings, ready=self._ready, stop=self._stop), context=context)
+
+    def _ready(self, addresses: Mapping[str, str]) -> None:
+        if not self._up.done():
+            self._up.set_result(addresses)
+
+    async def wait_ready(self, timeout_s: float = 10.0) -> None:
+        await asyncio.wait((self._task, self._up), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if self._task.done():
+            self._task.result()
+        self.addresses = self._up.result()
+
+    @property
+    def running(self) -> bool:
+        return not self._task.done()
+
+    async def kill(self) -> None:
+        """Cancel it where it stands."""
+        self._task.cancel()
+        await asyncio.wait((self._task,))
+
+    async def stop(self) -> None:
+        """End it as SIGTERM does; its failure is raised."""
+        self._stop.set()
+        await asyncio.wait((self._task,))
+        if not self._task.cancelled():
+            self._task.result()
+
+
+class StormWorker:
+    """A worker behind proxies. `kill` is as sudden as SIGKILL for everybody else: nothing more reaches NATS or a registry."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self.worker_id = f"w{number}"
+        self.start_rank = number * RANKS_PER_WORKER
+        self.nats = NatsProxy(lambda: ("127.0.0.1", world.nats.port), world.rng)
+        self.registries = [TcpProxy(lambda port=port: ("127.0.0.1", port)) for port in world.registry_ports]  # type: ignore[misc]
+        self._world = world
+        self._service: Service | None = None
+        self._worker: Any = None
+
+    async def open(self) -> None:
+        for proxy in (self.nats, *self.registries):
+            await proxy.start()
+        await self.start()
+
+    async def start(self) -> None:
+        for proxy in (self.nats, *self.registries):
+            proxy.heal()
+        settings = WorkerSettings(
+            worker_id=self.worker_id,
+            dp_group="g",
+            nats_url=f"nats://{self.nats.address}",
+            registry_endpoints=tuple(proxy.address for proxy in self.registries),
+            data_parallel_size=RANKS_PER_WORKER * len(self._world.workers),
+            start_rank=self.start_rank,
+            size=RANKS_PER_WORKER,
+            block_size=BLOCK_SIZE,
+            num_kv_blocks=KV_BLOCKS,
+            max_num_seqs=8,
+            max_num_batched_tokens=256,
+            sim_decode_ms=2.0,
+            sim_prefill_tokens_per_s=100_000.0,
+            drain_timeout_s=0.1,
+        )
+        self._service = Service(worker_service.run, settings, self._built)
+
+    def _built(self, worker: Any) -> None:
+        self._worker = worker
+
+    async def kill(self) -> None:
+        for proxy in (self.nats, *self.registries):
+            proxy.sever()
+        if self._service is not None:
+            await self._service.kill()
+        self._worker = None
+
+    async def close(self) -> None:
+        if self._service is not None:
+            await self._service.kill()
+        for proxy in (self.nats, *self.registries):
+            await proxy.stop()
+
+    @property
+    def alive(self) -> bool:
+        return self._service is not None and self._service.running and self._worker is not None
+
+    async def wait_ready(self) -> None:
+        assert self._service is not None
+        await self._service.wait_ready()
+
+    @property
+    def endpoint(self) -> str:
+        assert self._service is not None
+        assert "grpc" in self._service.addresses, (self._service.addresses, self._service._up, self._service._task)
+        return self._service.addresses["grpc"]
+
+    @property
+    def engine(self) -> Any:
+        return self._worker._engine
+
+    @property
+    def publisher(self) -> Any:
+        return self._worker._publisher
+
+    @property
+    def instance(self) -> Any:
+        return self._worker._instance
+
+    def truth(self) -> dict[RankKey, set[int]]:
+        """What each rank holds, by the mirror that tells the system; AssertionError if the engine's own cache says otherwise."""
+        held = {}
+        for feed, simulator in zip(self.publisher.feeds, self.engine.ranks, strict=True):
+            mirror = feed.mirror
+            copies = {engine_hash: known[1] for engine_hash, known in mirror._known.items()}
+            copies.update(mirror._orphans)
+            assert copies == simulator.cache.cached_hashes(), f"{self.worker_id}: the mirror is not the cache"
+            held[RankKey(self.worker_id, self.instance.epoch, feed.dp_rank)] = set(mirror.snapshot())
+        return held
+
+    @property
+    def idle(self) -> bool:
+        return all(simulator.idle for simulator in self.engine.ranks)
+
+
+class StormRouter:
+    """A router whose replica can be looked at."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self.router_id = f"r{number}"
+        self.router: Any = None
+        self._service = Service(router_service.run, self._settings(world, number), self._built)
+
+    def _settings(self, world: World, number: int) -> RouterSettings:
+        indexers = [f"127.0.0.1:{port}" for port in world.indexer_ports]
+        return RouterSettings(
+            grpc_listen="127.0.0.1:0",
+            http_listen="127.0.0.1:0",
+            nats_url=world.nats.url,
+            registry_endpoints=tuple(f"127.0.0.1:{port}" for port in world.registry_ports),
+            indexer_endpoints=tuple(indexers[number % 2 :] + indexers[: number % 2]),
+            router_id=self.router_id,
+            dp_group="g",
+            drain_timeout_s=0.1,
+        )
+
+    def _built(self, router: Any) -> None:
+        self.router = router
+
+    async def kill(self) -> None:
+        await self._service.kill()
+
+    def holds(self, truth: Truth) -> bool:
+        """True if its replica is the truth; AssertionError if not."""
+        replica = self.router.replica
+        for key, blocks in truth.items():
+            rank = replica.ranks.get(key)
+            assert rank is not None and rank.known, f"{self.router_id}: {key} is unknown"
+            held = set(unpack_hashes(replica.index.blocks(rank.slot)))
+            assert held == blocks, f"{self.router_id}, {key}: {len(held - blocks)} blocks too many, {len(blocks - held)} missing"
+        assert replica.ranks.keys() == truth.keys(), f"{self.router_id} knows {set(replica.ranks) - set(truth)} too"
+        return True
+
+
+@dataclass(slots=True)
+class Report:
+    """What a storm did and how it ended."""
+
+    seed: int
+    actions: list[str] = field(default_factory=list)
+    calm_s: float = 0.0
+    """From the end of the faults until everybody agreed."""
+    blocks: int = 0
+
+
+class World:
+    """The cluster. `async with World(...) as world: await world.storm(seed)`, as often as wanted."""
+
+    def __init__(self, directory: Path, seed: int, *, routers: int = 2, workers: int = 2) -> None:
+        self.rng = random.Random(seed)
+        self.nats = NatsServer(directory / "jetstream")
+        self.registry_ports = [free_port(), free_port()]
+        self.indexer_ports = [free_port(), free_port()]
+        self.registries: list[RunningRegistry | None] = [None, None]
+        self.indexers: list[RunningIndexer | None] = [None, None]
+        self.routers: list[StormRouter] = []
+        self.workers: list[StormWorker] = []
+        self.done: Counter[str] = Counter()
+        self._router_count = routers
+        self._worker_count = workers
+        self._prompts = [array("I", [self.rng.randrange(256) for _ in range(80)]) for _ in range(6)]
+
+    async def __aenter__(self) -> World:
+        await asyncio.to_thread(self.nats.start)
+        for number in (0, 1):
+            await self._start_registry(number)
+        for number in (0, 1):
+            self._start_indexer(number)
+        self.workers = [StormWorker(self, number) for number in range(self._worker_count)]
+        for worker in self.workers:
+            await worker.open()
+        self.routers = [StormRouter(self, number) for number in range(self._router_count)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for router in self.routers:
+            await router.kill()
+        for worker in self.workers:
+            await worker.close()
+        for indexer in self.indexers:
+            if indexer is not None:
+                await indexer.kill()
+        for registry in self.registries:
+            if registry is not None:
+                await registry.stop()
+        await asyncio.to_thread(self.nats.kill, lose_store=True)
+
+    async def storm(self, seed: int, *, actions: int = 6, within_s: float = 5.0) -> Report:
+        """One storm and the calm after it.
+
+        Raises:
+            AssertionError: somebody doesn't hold the truth `within_s` after the faults have ended.
+        """
+        self.rng.seed(seed)
+        report = Report(seed)
+        load = asyncio.create_task(self._load())
+        try:
+            for _ in range(actions):
+                name, action = self.rng.choice(ACTIONS)
+                report.actions.append(name)
+                self.done[name] += 1
+                await action(self)
+                await asyncio.sleep(self.rng.uniform(0.0, 0.12))
+            await self._end_faults()
+        finally:
+            load.cancel()
+            await asyncio.wait((load,))
+        if load.done() and not load.cancelled():
+            load.result()
+        await self._settle(report, within_s)
+        return report
+
+    # --- load
+
+    async def _load(self) -> None:
+        """Random requests straight into the engines: shared prefixes, evictions, aborts."""
+        number = 0
+        while True:
+            for worker in self.workers:
+                if worker.alive:
+                    number += 1
+                    self._submit(worker, f"{worker.worker_id}-{number}-{time.monotonic_ns()}")
+            await asyncio.sleep(self.rng.uniform(0.0, 0.01))
+
+    def _submit(self, worker: StormWorker, request_id: str) -> None:
+        family = self.rng.choice(self._prompts)
+        prompt = family[: self.rng.randrange(1, len(family))] + array("I", [self.rng.randrange(256)])
+        tokens = self.rng.randrange(1, 12)
+        worker.engine.submit(
+            EngineRequest(
+                request_id=request_id,
+                tokens=prompt,
+                prompt_len=len(prompt),
+                sampling=Sampling(max_tokens=tokens, ignore_eos=True),
+                local_rank=LocalRank(self.rng.randrange(RANKS_PER_WORKER)),
+                emit=_ignore,
+            )
+        )
+        if self.rng.random() < 0.1:
+            worker.engine.abort(request_id)
+
+    # --- the calm
+
+    async def _end_faults(self) -> None:
+        for worker in self.workers:
+            worker.nats.faults = Faults()
+            for proxy in (worker.nats, *worker.registries):
+                proxy.heal()
+                proxy.flow()
+            if not worker.alive:
+                await worker.start()
+        for number in (0, 1):
+            if self.indexers[number] is None:
+                self._start_indexer(number)
+            if self.registries[number] is None:
+                await self._start_registry(number)
+        for worker in self.workers:
+            worker.nats.release()
+
+    async def _settle(self, report: Report, within_s: float) -> None:
+        started = time.monotonic()
+        await eventually(lambda: all(worker.alive and worker.idle for worker in self.workers), 10.0)
+        began = time.monotonic()
+        await eventually(self._agreed, within_s)
+        report.calm_s = time.monotonic() - min(began, started)
+        left_s = within_s - (time.monotonic() - began)
+        for indexer in self.indexers:
+            assert indexer is not None
+            await self._holds_in_full(indexer, left_s)
+        report.blocks = sum(map(len, self.truth().values()))
+
+    def truth(self) -> dict[RankKey, set[int]]:
+        held: dict[RankKey, set[int]] = {}
+        for worker in self.workers:
+            held |= worker.truth()
+        return held
+
+    async def _agreed(self) -> bool:
+        """True if every indexer's counts and digests and every router's blocks are the truth; AssertionError if not."""
+        truth = self.truth()
+        for router in self.routers:
+            router.holds(truth)
+        for worker in self.workers:
+            await worker.wait_ready()
+        return True
+
+    async def _holds_in_full(self, indexer: RunningIndexer, within_s: float) -> None:
+        """What a new follower of this indexer is told is the truth, and so is what workers' Snapshots say."""
+        await indexer.wait_ready()
+        replica = RunningReplica([indexer.endpoint], "g")
+        try:
+            await eventually(lambda: replica.replica.complete and replica.holds(self.truth()), max(within_s, 0.5))
+        finally:
+            await replica.stop()
+        for worker in self.workers:
+            async with rpc.open_channel(worker.endpoint) as channel:
+                for key, blocks in worker.truth().items():
+                    answer = worker_pb2_grpc.WorkerStub(channel).Snapshot(worker_pb2.SnapshotRequest(dp_rank=key.dp_rank))
+                    assert blocks == {block async for part in answer for block in unpack_hashes(part.block_hashes)}
+
+    # --- services
+
+    async def _start_registry(self, number: int) -> None:
+        settings = RegistrySettings(
+            grpc_listen=f"127.0.0.1:{self.registry_ports[number]}", nats_url=self.nats.url, lease_ttl_s=LEASE_S
+        )
+        self.registries[number] = RunningRegistry(settings)
+
+    def _start_indexer(self, number: int) -> None:
+        settings = IndexerSettings(
+            grpc_listen=f"127.0.0.1:{self.indexer_ports[number]}",
+            nats_url=self.nats.url,
+            registry_endpoints=tuple(f"127.0.0.1:{port}" for port in self.registry_ports),
+            dp_group="g",
+            indexer_id=f"i{number}",
+            resync_timeout_s=2.0,
+        )
+        self.indexers[number] = RunningIndexer(settings)
+
+    # --- faults
+
+    async def bad_network(self) -> None:
+        worker = self.rng.choice(self.workers)
+        worker.nats.faults = Faults(
+            drop=self.rng.choice([0.0, 0.05, 0.5]),
+            duplicate=self.rng.choice([0.0, 0.2]),
+            delay=self.rng.choice([0.0, 0.2]),
+            reorder=self.rng.choice([0.0, 0.2]),
+            corrupt=self.rng.choice([0.0, 0.05]),
+        )
+
+    async def lost_messages(self) -> None:
+        worker = self.rng.choice(self.workers)
+        worker.nats.faults = Faults(drop=1.0)
+        await asyncio.sleep(self.rng.uniform(0.0, 0.1))
+        worker.nats.faults = Faults()
+
+    async def cut_connection(self) -> None:
+        self.rng.choice(self.workers).nats.cut()
+
+    async def stalled_connection(self) -> None:
+        proxy = self.rng.choice(self.workers).nats
+        proxy.stall()
+        await asyncio.sleep(self.rng.uniform(0.05, 0.3))
+        proxy.flow()
+
+    async def nats_restart(self) -> None:
+        await asyncio.to_thread(self.nats.restart)
+
+    async def nats_restart_without_store(self) -> None:
+        await asyncio.to_thread(self.nats.restart, lose_store=True)
+
+    async def nats_pause(self) -> None:
+        self.nats.pause()
+        await asyncio.sleep(self.rng.uniform(0.05, 0.4))
+        self.nats.resume()
+
+    async def indexer_restart(self) -> None:
+        number = self.rng.randrange(2)
+        indexer = self.indexers[number]
+        if indexer is not None:
+            await indexer.kill()
+        self._start_indexer(number)
+
+    async def indexer_down(self) -> None:
+        number = self.rng.randrange(2)
+        indexer, self.indexers[number] = self.indexers[number], None
+        if indexer is not None:
+            await indexer.kill()
+
+    async def router_restart(self) -> None:
+        if self.routers:
+            number = self.rng.randrange(len(self.routers))
+            await self.routers[number].kill()
+            self.routers[number] = StormRouter(self, number)
+
+    async def registry_restart(self) -> None:
+        number = self.rng.randrange(2)
+        registry = self.registries[number]
+        if registry is not None:
+            await registry.stop()
+        await self._start_registry(number)
+
+    async def worker_restart(self) -> None:
+        worker = self.rng.choice(self.workers)
+        await worker.kill()
+        await worker.start()
+
+    async def worker_down(self) -> None:
+        await self.rng.choice(self.workers).kill()
+
+    async def lease_flap(self) -> None:
+        """Somebody ends a lease; its worker finds out and registers again, the same instance."""
+        worker = self.rng.choice(self.workers)
+        client = RegistryClient([f"127.0.0.1:{port}" for port in self.registry_ports])
+        try:
+            if worker.alive:
+                async with asyncio.timeout(0.5):
+                    await client.deregister(worker.instance)
+        except (TimeoutError, RankwayError):
+            pass  # no registry just now
+        finally:
+            await client.close()
+
+    async def reset_caches(self) -> None:
+        worker = self.rng.choice(self.workers)
+        if not worker.alive:
+            return
+        try:
+            await asyncio.wait_for(worker.wait_ready(), 1.0)
+            async with rpc.open_channel(worker.endpoint) as channel:
+                request = worker_pb2.ResetPrefixCacheRequest()
+                await worker_pb2_grpc.WorkerStub(channel).ResetPrefixCache(request, timeout=1.0)
+        except (TimeoutError, grpc.aio.AioRpcError):
+            pass  # it is still starting
+
+
+def _ignore(output: EngineOutput) -> None:
+    pass
+
+
+ACTIONS: Sequence[tuple[str, Callable[[World], Awaitable[None]]]] = [
+    (action.__name__, action)
+    for action in (
+        World.bad_network,
+        World.bad_network,
+        World.bad_network,
+        World.lost_messages,
+        World.cut_connection,
+        World.stalled_connection,
+        World.nats_restart,
+        World.nats_restart_without_store,
+        World.nats_pause,
+        World.indexer_restart,
+        World.indexer_down,
+        World.router_restart,
+        World.registry_restart,
+        World.worker_restart,
+        World.worker_down,
+        World.lease_flap,
+        World.reset_caches,
+    )
+]
