@@ -49,9 +49,8 @@ async def eventually(condition: Callable[[], Any] | Callable[[], Awaitable[Any]]
         failure: AssertionError | None = None
         value: Any = None
         try:
-            value = condition()
-            if inspect.isawaitable(value):
-                value = await value
+            answer = condition()
+            value = await answer if inspect.isawaitable(answer) else answer
         except AssertionError as error:
             failure = error
         if value:
