@@ -7,6 +7,7 @@ rank, and the shape of its statistics.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
 import vllm
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -282,6 +284,6 @@ def dead_process(llm: AsyncLLM) -> str:
 def end_children() -> None:
     """Kill every process that this process's multiprocessing started, with what those started."""
     for child in multiprocessing.active_children():
-        if child.pid is not None:
-            kill_process_tree(child.pid)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            kill_process_tree(child.pid or 0)
         child.join(timeout=1)

@@ -176,7 +176,7 @@ class VllmEngine:
         info: EngineInfo = self._api.describe(configured, self._llm, self._name)
         self._loads.blocks_per_rank = info.total_kv_blocks
         await self._attach_streams(place)
-        await asyncio.gather(*(self._probe(LocalRank(rank)) for rank in range(place.window.size)))
+        await asyncio.gather(*(self._probe(LocalRank(rank), info.block_size) for rank in range(place.window.size)))
         self._stream_tasks = [asyncio.create_task(stream.run()) for stream in self._streams]
         return info
 
@@ -295,16 +295,14 @@ class VllmEngine:
             self._streams.append(RankStream(dp_rank, sources[number], deliver, partial(self._lost, local_rank)))
         await asyncio.gather(*(stream.attach() for stream in self._streams))
 
-    async def _probe(self, local_rank: LocalRank) -> None:
-        """One token from a rank: it answers. The prompt is too short to leave a block behind."""
-        request = EngineRequest(
-            f"probe-{local_rank}",
-            array("I", [0]),
-            1,
-            Sampling(max_tokens=1, ignore_eos=True),
-            local_rank,
-            emit=lambda _output: None,
-        )
+    async def _probe(self, local_rank: LocalRank, block_size: int) -> None:
+        """One token from a rank: it answers. The prompt is too short to leave a block in the cache.
+
+        More than one token: as the first of all prompts, a single one kills vLLM 0.32 on CPUs with AMX (SIGILL).
+        """
+        prompt = array("I", [0] * max(1, min(block_size, 32) - 1))
+        sampling = Sampling(max_tokens=1, ignore_eos=True)
+        request = EngineRequest(f"probe-{local_rank}", prompt, len(prompt), sampling, local_rank, emit=lambda _output: None)
         async for _output in self._api.generate(self._llm, request, None):
             pass
 
