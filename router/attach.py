@@ -126,6 +126,7 @@ class Link:
                     await asyncio.wait_for(self._retired.wait(), pause_s * random.uniform(0.5, 1.0))
                 self.reconnects += 1
         finally:
+            self._retired.set()
             self._lose("the router gave the link up")
 
     def _send(self, message: worker_pb2.AttachRequest) -> None:
@@ -205,7 +206,8 @@ class Link:
         was_connected, self.connected = self.connected, False
         self._outbox.clear()
         if was_connected:
-            log.warning(
+            note = log.info if self._retired.is_set() else log.warning
+            note(
                 "detached",
                 worker_id=self.instance.worker_id,
                 epoch=self.instance.epoch,
