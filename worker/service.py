@@ -37,6 +37,7 @@ CLOSE_GRACE_S = 0.5
 
 FLUSH_TIMEOUT_S = 1.0
 
+SIM_BLOCK_SIZE = 16
 SIM_KV_BLOCKS = 16_384
 SIM_MODEL_LEN = 131_072
 SIM_MAX_NUM_SEQS = 256
@@ -273,9 +274,10 @@ def build_engine(settings: WorkerSettings, engine_argv: Sequence[str]) -> Engine
 def _simulator(settings: WorkerSettings) -> Engine:
     tokenizer = load_tokenizer(settings.model)
     blocks = settings.num_kv_blocks or SIM_KV_BLOCKS
-    room = blocks * settings.block_size
+    block_size = settings.block_size or SIM_BLOCK_SIZE
+    room = blocks * block_size
     config = SimConfig(
-        block_size=settings.block_size,
+        block_size=block_size,
         total_blocks=blocks,
         max_num_seqs=settings.max_num_seqs or SIM_MAX_NUM_SEQS,
         max_num_batched_tokens=settings.max_num_batched_tokens or SIM_MAX_NUM_BATCHED_TOKENS,

@@ -33,7 +33,7 @@ class WorkerSettings:
         "names of the model in requests, the first one canonical; empty: the model directory's name", ()
     )
     lora_adapters: tuple[str, ...] = option("LoRA adapters that the simulator pretends to have, with commas between", ())
-    block_size: int = option("KV cache block", 16, unit="tokens")
+    block_size: int = option("KV cache block; 0: the engine's default (simulator: 16)", 0, unit="tokens")
     num_kv_blocks: int = option("KV cache of a rank; 0: as many as the engine has room for (simulator: 16384)", 0, unit="blocks")
     max_num_seqs: int = option("most requests running at once on a rank; 0: the engine's default", 0)
     max_num_batched_tokens: int = option("most tokens of one engine step of a rank; 0: the engine's default", 0, unit="tokens")
@@ -67,8 +67,8 @@ class WorkerSettings:
                 raise ValueError(f"{name}={getattr(self, name)}: must not be negative")
         if not 0 <= self.sim_eos_probability <= 1:
             raise ValueError(f"sim_eos_probability={self.sim_eos_probability}: must be in [0, 1]")
-        if self.block_size < 1:
-            raise ValueError(f"block_size={self.block_size}: must be at least 1")
+        if self.block_size < 0:
+            raise ValueError(f"block_size={self.block_size}: must not be negative")
 
     @property
     def window(self) -> DpRange:

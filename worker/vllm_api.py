@@ -284,6 +284,7 @@ def dead_process(llm: AsyncLLM) -> str:
 def end_children() -> None:
     """Kill every process that this process's multiprocessing started, with what those started."""
     for child in multiprocessing.active_children():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            kill_process_tree(child.pid or 0)
+        if child.pid is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                kill_process_tree(child.pid)
         child.join(timeout=1)

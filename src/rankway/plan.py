@@ -19,7 +19,7 @@ class UpSettings:
     ranks_per_worker: int = option("global ranks that each worker owns; 0: 4 of the simulator, 2 of vLLM", 0)
     engine: str = option("engine of the workers", "sim", choices=("sim", "vllm"))
     model: str = option("model directory (vLLM: or hub id); empty with sim: a byte-level tokenizer", "")
-    block_size: int = option("KV cache block size", 16, unit="tokens")
+    block_size: int = option("KV cache block; 0: the engine's default (simulator: 16)", 0, unit="tokens")
     http_port: int = option("port of the OpenAI API; 0: any free one", 8000)
     grpc_port: int = option("port of the router's gRPC API; 0: any free one", 50051)
     listen_host: str = option("address that the router listens on; everything else listens on loopback", "127.0.0.1")
@@ -31,9 +31,10 @@ class UpSettings:
     router_args: str = option("more options for the router, as in a shell", "")
 
     def __post_init__(self) -> None:
-        for name in ("workers", "block_size"):
-            if getattr(self, name) < 1:
-                raise InvalidField(name, getattr(self, name), "must be at least 1")
+        if self.workers < 1:
+            raise InvalidField("workers", self.workers, "must be at least 1")
+        if self.block_size < 0:
+            raise InvalidField("block_size", self.block_size, "must be at least 1, or 0 for the engine's default")
         if self.ranks_per_worker < 0:
             raise InvalidField("ranks_per_worker", self.ranks_per_worker, "must be at least 1, or 0 for the engine's default")
         for name in ("http_port", "grpc_port"):
