@@ -46,7 +46,8 @@ _SERVER_OPTIONS = [
 _CHANNEL_OPTIONS = [
     *_COMMON_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # How long one connection attempt may take, whatever the name says; a busy peer needs more than the back-off's 100 ms.
+    ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     # One connection per channel object: a new instance behind the same address gets a new channel with no back-off.
     ("grpc.use_local_subchannel_pool", 1),
