@@ -8,9 +8,9 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from harness.worker_simulation import VOCABULARY, Drive, serve, sim_request, simulator, texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from harness.worker_simulation import VOCABULARY, Drive, serve, sim_request, simulator, texts
 
 from rankway.worker.engine import AllBlocksCleared, BlockRemoved, BlockStored, Finish
 from rankway.worker.simulator import SimConfig, Simulator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from hypothesis import given
@@ -77,7 +78,7 @@ _STOPS = st.lists(st.text(alphabet="ab€", min_size=1, max_size=4), max_size=4)
 
 def chunked(data: bytes, cuts: Sequence[int]) -> list[bytes]:
     edges = [0, *sorted({cut % (len(data) + 1) for cut in cuts}), len(data)]
-    return [data[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    return [data[start:end] for start, end in itertools.pairwise(edges)]
 
 
 def naive(text: str, stops: Sequence[str], min_tokens: int) -> str:
