@@ -72,8 +72,8 @@ class Exchange:
     """A request and the way to answer it, once: `respond`, or `open_stream` and then `end_stream` or `break_off`."""
 
     __slots__ = (
-        "_chunked", "_connection", "body", "done", "headers", "keep_alive", "method", "on_gone", "path", "query", "started",
-        "task",
+        "_chunked", "_connection", "_write", "body", "done", "headers", "keep_alive", "method", "on_gone", "path", "query",
+        "started", "task",
     )  # fmt: skip
 
     def __init__(
@@ -94,6 +94,7 @@ class Exchange:
         """Called once if the client leaves before the answer is complete; nothing may be written after that."""
         self.task: asyncio.Task[None] | None = None
         self._connection = connection
+        self._write = connection.write
         self._chunked = not http10
 
     def header(self, name: bytes) -> str:
@@ -124,7 +125,7 @@ class Exchange:
             headers,
         )
         self.started = self.done = True
-        self._connection.write(head if self.method == "HEAD" else head + body)
+        self._write(head if self.method == "HEAD" else head + body)
         self._end()
 
     def open_stream(self, headers: bytes, first: bytes) -> None:
@@ -134,16 +135,16 @@ class Exchange:
         self.started = True
         if self._chunked and first:
             first = b"%x\r\n%b\r\n" % (len(first), first)
-        self._connection.write(head + first)
+        self._write(head + first)
 
     def write(self, data: bytes) -> None:
         """The next part of a stream, not empty."""
-        self._connection.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        self._write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
     def end_stream(self, last: bytes) -> None:
         """The last part of a stream, and its regular end."""
         self.done = True
-        self._connection.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(last), last) if self._chunked else last)
+        self._write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(last), last) if self._chunked else last)
         self._end()
 
     def break_off(self, last: bytes) -> None:
@@ -179,7 +180,7 @@ class Connection(asyncio.Protocol):
 
     __slots__ = (
         "_body", "_body_bytes", "_closing", "_current", "_fed_bytes", "_head_bytes", "_headers", "_in_body", "_last_request",
-        "_parser", "_paused", "_refusal", "_target", "_transport", "_waiting", "deadline", "state",
+        "_parser", "_paused", "_refusal", "_target", "_transport", "_waiting", "deadline", "state", "write",
     )  # fmt: skip
 
     def __init__(self, state: ServerState) -> None:
@@ -188,6 +189,8 @@ class Connection(asyncio.Protocol):
         """Event loop time after which `expire` is called."""
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport
+        self.write: Callable[[bytes], None]
+        """The transport's own: no call of ours between an event and the socket."""
         self._current: Exchange | None = None
         self._waiting: deque[Exchange] = deque()
         self._paused = False
@@ -206,6 +209,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        self.write = self._transport.write
         state = self.state
         state.accepted += 1
         state.connections.add(self)
@@ -322,9 +326,6 @@ class Connection(asyncio.Protocol):
         self._advance()
 
     # for the exchange and the server
-
-    def write(self, data: bytes) -> None:
-        self._transport.write(data)
 
     def answered(self, exchange: Exchange) -> None:
         """The exchange is complete: close, or go on with the next."""

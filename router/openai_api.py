@@ -200,7 +200,14 @@ class FrontDoor:
         form = make_form(request.request_id, shown_model, int(time.time()), n, include_usage)
         answer: Answer
         if body.stream:
-            answer = StreamedAnswer(exchange, form, request.request_id, self.stats, include_usage)
+            answer = StreamedAnswer(
+                exchange,
+                form,
+                request.request_id,
+                self.stats,
+                include_usage=include_usage,
+                logprobs=request.sampling.logprobs is not None,
+            )
         else:
             answer = WholeAnswer(exchange, form, request.request_id, self.stats, n)
         answer.start(self._dispatcher, request)

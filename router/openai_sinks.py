@@ -61,11 +61,14 @@ class _Answer:
 class StreamedAnswer(_Answer):
     """Server-sent events, written as things happen."""
 
-    __slots__ = ("_include_usage",)
+    __slots__ = ("_include_usage", "_logprobs")
 
-    def __init__(self, exchange: Exchange, form: Form, request_id: str, observer: Observer, include_usage: bool) -> None:
+    def __init__(
+        self, exchange: Exchange, form: Form, request_id: str, observer: Observer, *, include_usage: bool, logprobs: bool
+    ) -> None:
         super().__init__(exchange, form, request_id, observer)
         self._include_usage = include_usage
+        self._logprobs = logprobs
 
     def routed(self, routed: Routed) -> None:
         self._routed = routed
@@ -74,7 +77,7 @@ class StreamedAnswer(_Answer):
 
     def delta(self, delta: worker_pb2.StepDelta) -> None:
         text = delta.text
-        if delta.logprobs:
+        if self._logprobs and delta.logprobs:
             data = self._form.text_with_logprobs(delta.index, text, delta.logprobs)
         else:
             data = self._form.text(delta.index, text) if text else b""
