@@ -53,6 +53,14 @@ class Seen:
             message.cached_tokens = cached
         self._send(message)
 
+    def burst(self, tokens: Sequence[int], finish: types_pb2.FinishReason.ValueType) -> None:
+        """One Step with a delta for each token, as when the worker had to wait before it could write."""
+        deltas = [
+            worker_pb2.StepDelta(stream=self.start.stream, tokens=pack_tokens([token]), text=letter(token)) for token in tokens
+        ]
+        deltas[-1].finish_reason = finish
+        self._outbox.put_nowait(worker_pb2.AttachResponse(step=worker_pb2.Step(deltas=deltas)))
+
     def fail(self, code: grpc.StatusCode, text: str = "broken") -> None:
         error = worker_pb2.StreamError(code=code.value[0], message=text)
         self._send(worker_pb2.StepDelta(stream=self.start.stream, error=error))
@@ -99,7 +107,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     async def next_start(self) -> Seen:
         return await asyncio.wait_for(self.started.get(), 5)
 
-    async def Attach(self, requests: AsyncIterator[worker_pb2.AttachRequest], context: Any) -> AsyncIterator[worker_pb2.AttachResponse]:  # noqa: N802, E501
+    async def Attach(
+        self, requests: AsyncIterator[worker_pb2.AttachRequest], context: Any
+    ) -> AsyncIterator[worker_pb2.AttachResponse]:
         outbox: asyncio.Queue[worker_pb2.AttachResponse | None] = asyncio.Queue()
         self.attached += 1
         reading = asyncio.create_task(self._read(requests, outbox))
@@ -111,7 +121,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
 
-    async def _read(self, requests: AsyncIterator[worker_pb2.AttachRequest], outbox: asyncio.Queue[worker_pb2.AttachResponse | None]) -> None:  # noqa: E501
+    async def _read(
+        self, requests: AsyncIterator[worker_pb2.AttachRequest], outbox: asyncio.Queue[worker_pb2.AttachResponse | None]
+    ) -> None:
         mine: list[Seen] = []
         try:
             async for request in requests:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,8 +16,10 @@ def a_queue(**limits: float) -> WaitQueue[str]:
     return WaitQueue(QueueLimits(**limits))  # type: ignore[arg-type]
 
 
-def put(queue: WaitQueue[str], item: str, *, tokens: int = 10, priority: int = 0, tenant: str = "", pool: str = "p", now: float = 0.0) -> Entry[str]:  # fmt: skip
-    return queue.add(item, tokens, priority, tenant, pool, now)
+def put(queue: WaitQueue[str], item: str, *, now: float = 0.0, **fields: Any) -> Entry[str]:
+    """Let `item` wait; tokens 10, priority 0, one tenant and one pool unless given."""
+    given = {"tokens": 10, "priority": 0, "tenant": "", "pool": "p"} | fields
+    return queue.add(item, now=now, **given)
 
 
 def order(queue: WaitQueue[str]) -> list[str]:
@@ -134,7 +138,8 @@ def test_the_retry_delay_follows_the_rate() -> None:
     for i in range(64):
         put(queue, f"r{i}")
     for i in range(32):
-        queue.let_in(i * 0.1, lambda item, go=iter([True]): next(go, False), most=1)
+        first = queue.items()[0]
+        queue.let_in(i * 0.1, first.__eq__, most=1)
     assert queue.retry_after_s(3.2) == pytest.approx(32 / (32 / 3.2), rel=0.2)
 
 
@@ -176,15 +181,16 @@ def test_every_request_leaves_once(steps: list[tuple[str, int, int, int]]) -> No
                 left.append(entry.item)
             queue.remove(entry)
         elif kind == "let_in":
-            budget = iter(range(a))
+            allowed = [entry.item for entry in entries if not entry.gone and entry.pool != b][:a]
+            went: list[int] = []
 
-            def place(item: int, budget: object = budget, pool: int = b) -> bool:
-                if entries[item].pool == pool or next(budget, None) is None:  # type: ignore[call-overload]
-                    return False
-                left.append(item)
-                return True
+            def place(item: int, allowed: list[int] = allowed, went: list[int] = went) -> bool:
+                if item in allowed:
+                    went.append(item)
+                return item in allowed
 
             queue.let_in(now, place)
+            left += went
         elif kind == "expire":
             left += queue.expire(now)
     remaining = queue.items()

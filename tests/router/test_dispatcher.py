@@ -71,7 +71,7 @@ async def test_a_request_of_n_choices_ends_with_the_last(make_router: Any, one_w
 async def test_a_worker_that_dies_before_the_first_token_isnt_noticed(make_router: Any, two_workers: Workers) -> None:
     """Another target serves the request, the dead worker is set aside at once, and the client hears of one target only."""
     router = await make_router(*two_workers)
-    flight, sink = router.send(40)
+    _, sink = router.send(40)
     first, other = await _where(two_workers)
     await first.kill()
     seen = await other.next_start()
@@ -264,10 +264,10 @@ async def test_a_request_waits_while_every_target_is_full(make_router: Any, one_
     """At the limit requests wait in order and go as soon as one ends."""
     one_worker.record = a_record("w1", 0, 1, data_parallel_size=1, max_num_seqs=1)
     router = await make_router(one_worker, limit_running=1.0)
-    _, first = router.send(40)
+    router.send(40)
     seen = await one_worker.next_start()
     _, second = router.send(50, priority=1)
-    third_flight, third = router.send(60, priority=-1)
+    third_flight, _ = router.send(60, priority=-1)
     await eventually(lambda: len(router.parts.dispatcher.queue) == 2)
     assert one_worker.started.empty()
     seen.delta([1], finish=STOP)

@@ -217,7 +217,7 @@ STEP = st.one_of(
 
 @given(st.lists(STEP, max_size=80))
 def test_nothing_is_ever_negative_and_all_is_zero_in_the_end(steps: list[tuple[str, int, int, int]]) -> None:
-    """Whatever the order of bookings, reports and ends: no entry goes below 0, and after every end and an empty report all are 0."""
+    """Whatever comes in whatever order: no entry goes below 0, and after every end and an empty report all are 0."""
     ledger = a_ledger(slots=3, recent=RecentTerm(1.0, 0.5), limits=SlotLimits(requests=3, prefill_tokens=300, blocks=40))
     bookings: dict[int, Booking] = {}
     seq, now = 0, 0.0
