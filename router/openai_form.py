@@ -97,7 +97,7 @@ class ChatForm(_Base):
         return b"".join(head + role + self._tail for head in self._heads)
 
     def text(self, index: int, text: str) -> bytes:
-        return b"%b%b%b" % (self._before[index], json_string(text), self._after)
+        return self._before[index] + json_string(text) + self._after
 
     def text_with_logprobs(self, index: int, text: str, logprobs: Iterable[types_pb2.TokenLogprob]) -> bytes:
         delta = {"content": text}
@@ -136,7 +136,7 @@ class CompletionForm(_Base):
         return b""
 
     def text(self, index: int, text: str) -> bytes:
-        return b"%b%b%b" % (self._before[index], json_string(text), self._after)
+        return self._before[index] + json_string(text) + self._after
 
     def text_with_logprobs(self, index: int, text: str, logprobs: Iterable[types_pb2.TokenLogprob]) -> bytes:
         found = _completion_logprobs(logprobs, self._offsets[index])

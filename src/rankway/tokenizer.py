@@ -211,7 +211,11 @@ class _ModelTokenizer(Tokenizer):
 
     def encode(self, text: str, add_special_tokens: bool = True) -> array[int]:
         # The batch call, since it lets go of the GIL and computes no offsets.
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        try:
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except TypeError:
+            text.encode()  # the library calls surrogates a wrong type; Python says what is wrong
+            raise
         return array("I", encoding.ids)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any]) -> array[int]:
