@@ -36,6 +36,16 @@ def own_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture
+def paced_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster of this test alone whose simulator decodes in real time: streams last long enough to be interrupted."""
+    cluster = Cluster(*OPTIONS[:-1], tmp_path=tmp_path_factory.mktemp("cluster"))
+    try:
+        yield cluster.wait_ready()
+    finally:
+        assert cluster.stop() == 0
+
+
+@pytest.fixture
 async def channel(cluster: Cluster) -> AsyncIterator[grpc.aio.Channel]:
     async with rpc.open_channel(cluster.router) as channel:
         yield channel

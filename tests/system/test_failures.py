@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from harness.calls import Answer, fresh_tokens, generate, http, request
+from harness.calls import fresh_tokens, generate, http, request
 from harness.cluster import Cluster
 from harness.load import reference, steady_load
 from harness.waiting import eventually
@@ -43,8 +43,9 @@ async def test_a_killed_worker_is_gone_within_its_lease(own_cluster: Cluster, ag
         assert (await generate(stub, request(prompt, dp_rank=6))).where == ("worker-1", 6)
         await eventually(lambda: ranks_in_metrics(cluster, "router") == set(map(str, range(8))))
         os.kill(cluster.pid("worker-1"), signal.SIGKILL)
-        for _ in range(20):
-            assert (await generate(stub, request(prompt))).routed.worker_id == "worker-0"
+        answers = [await generate(stub, request(prompt)) for _ in range(20)]
+        # A request that was sent to it before its end was seen has moved on its own.
+        assert {answer.routed.worker_id for answer in answers[5:]} == {"worker-0"}
 
         async def forgotten() -> bool:
             assert await registered(cluster) == {"worker-0"}
@@ -71,7 +72,7 @@ async def test_a_killed_worker_is_gone_within_its_lease(own_cluster: Cluster, ag
 
 async def registered(cluster: Cluster) -> set[str]:
     async with rpc.open_channel(cluster.address("registry")) as channel:
-        answer = await registry_pb2_grpc.RegistryStub(channel).List(registry_pb2.ListRequest(), timeout=5)
+        answer = await registry_pb2_grpc.RegistryStub(channel).List(registry_pb2.ListRequest(), timeout=5, wait_for_ready=True)
     return {record.worker_id for record in answer.records}
 
 
@@ -104,19 +105,18 @@ async def test_a_stopped_part_fails_no_request(own_cluster: Cluster, again: list
     prompt = fresh_tokens(196)
     async with rpc.open_channel(cluster.router) as channel:
         stub = generate_pb2_grpc.GenerationStub(channel)
-        first = await generate(stub, request(prompt))
 
-        async def cached() -> Answer | None:
+        async def cached() -> bool:
             answer = await generate(stub, request(prompt))
-            return answer if answer.where == first.where and answer.routed.overlap_blocks == 12 else None
+            return answer.routed.overlap_blocks == 12 and answer.usage.cached_tokens == 192
 
         await eventually(cached, 10)
 
 
 @pytest.mark.parametrize("when", ["before the first token", "in mid-stream"])
-async def test_a_worker_killed_under_fifty_streams_loses_nothing(own_cluster: Cluster, when: str) -> None:
+async def test_a_worker_killed_under_fifty_streams_loses_nothing(paced_cluster: Cluster, when: str) -> None:
     """No stream fails, and each gives the very text that it gives on a calm cluster: nothing lost, doubled or cut off."""
-    cluster = own_cluster
+    cluster = paced_cluster
     prompts = [fresh_tokens(64 if when == "in mid-stream" else 1200) for _ in range(50)]
     max_tokens = 150 if when == "in mid-stream" else 8
     expected = await reference(cluster.router, prompts, max_tokens)
