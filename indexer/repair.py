@@ -54,12 +54,14 @@ class Repairer(Observer):
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
-                for rank in self._tracker.ranks.values():
-                    if not rank.known:
-                        self.unknown(rank)
-                await asyncio.Event().wait()
+                try:
+                    for rank in self._tracker.ranks.values():
+                        if not rank.known:
+                            self.unknown(rank)
+                    await asyncio.Event().wait()
+                finally:
+                    self._group = None
         finally:
-            self._group = None
             for worker in self._workers.values():
                 await worker.channel.close()
             self._workers.clear()
@@ -86,10 +88,9 @@ class Repairer(Observer):
         worker = self._workers.get(rank.key.instance)
         if worker is not None:
             worker.ranks.discard(rank.key)
-            if not worker.ranks:
+            if not worker.ranks and self._group is not None:
                 del self._workers[rank.key.instance]
-                if self._group is not None:
-                    self._group.create_task(worker.channel.close())
+                self._group.create_task(worker.channel.close())
 
     def _worker(self, member: Member) -> _Worker:
         instance = Instance(member.worker_id, member.epoch)
