@@ -109,25 +109,18 @@ class Requests:
             raise Unavailable(self._dead)
         if self.draining:
             raise Unavailable(f"worker {self.limits.worker_id} is draining")
-        rank = None
-        if order.dp_rank is not None:
-            self.limits.local_rank(order.dp_rank)
-            rank = GlobalRank(order.dp_rank)
-            if rank in self.draining_ranks:
-                raise Unavailable(f"dp_rank {rank} of worker {self.limits.worker_id} is draining")
+        rank = self._rank_of(order)
         self.limits.check_prompt(order.prompt)
         self.limits.check_lora(order.lora)
         order.sampling = self.limits.check_sampling(order.sampling, len(order.prompt), order.default_max_tokens)
         self._check_resume(order)
-        if rank is None:
-            log.info(
-                "no dp_rank: the engine balances inside the window",
-                request_id=order.request_id,
-                window=str(self.limits.info.window),
-            )
         running = Running(self, order, receiver, self.counts[rank])
         self._running.add(running)
-        running.submit(next(self._serial))
+        try:
+            running.submit(next(self._serial))
+        except BaseException:
+            running.abort()
+            raise
         return running
 
     def count(self, dp_rank: GlobalRank | None = None) -> int:
@@ -154,6 +147,26 @@ class Requests:
                 if not waiter.done():
                     waiter.set_result(None)
             self._idle_waiters.clear()
+
+    def _rank_of(self, order: Order) -> GlobalRank | None:
+        """The rank that the request is for; None: the engine balances."""
+        window = self.limits.info.window
+        if order.dp_rank is not None:
+            self.limits.local_rank(order.dp_rank)
+            rank = GlobalRank(order.dp_rank)
+            if rank in self.draining_ranks:
+                raise Unavailable(f"dp_rank {rank} of worker {self.limits.worker_id} is draining")
+            return rank
+        if not self.draining_ranks:
+            log.info("no dp_rank: the engine balances inside the window", request_id=order.request_id, window=str(window))
+            return None
+        # The engine knows nothing of draining ranks: the worker balances in its place.
+        open_ranks = [rank for rank in window.ranks() if rank not in self.draining_ranks]
+        if not open_ranks:
+            raise Unavailable(f"every rank of worker {self.limits.worker_id} is draining")
+        order.dp_rank = rank = min(open_ranks, key=lambda rank: self.counts[rank].running)
+        log.info("no dp_rank and ranks that drain: the worker balances", request_id=order.request_id, dp_rank=rank)
+        return rank
 
     def _check_resume(self, order: Order) -> None:
         if not order.resume:

@@ -293,16 +293,21 @@ def _simulator(settings: WorkerSettings) -> Engine:
         tokenizer.eos_token_ids[0] if tokenizer.eos_token_ids else NO_EOS,
         settings.sim_eos_probability,
     )
-    names = settings.served_model_name
-    model = names[0] if names else Path(settings.model).resolve().name if settings.model else SIM_MODEL
     return SimEngine(
-        model,
+        model_name(settings),
         settings.window,
         settings.data_parallel_size or settings.window.end,
         config,
         vocabulary,
         settings.lora_adapters,
     )
+
+
+def model_name(settings: WorkerSettings) -> str:
+    """The simulator's canonical model name: the first served name, else that of the model's directory."""
+    if settings.served_model_name:
+        return settings.served_model_name[0]
+    return Path(settings.model).resolve().name if settings.model else SIM_MODEL
 
 
 def _reachable(host: str, port: int) -> str:

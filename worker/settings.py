@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from rankway import logs
 from rankway.errors import InvalidField
 from rankway.ranks import DpRange, check_name
-from rankway.settings import option
+from rankway.registry.records import check_endpoint
+from rankway.settings import check_listen, option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +47,16 @@ class WorkerSettings:
     log_level: str = option("least severe log lines shown", "info", choices=logs.LEVELS)
 
     def __post_init__(self) -> None:
+        check_listen("grpc_listen", self.grpc_listen)
+        check_listen("metrics_listen", self.metrics_listen)
+        if not self.registry_endpoints:
+            raise ValueError("registry_endpoints is empty: a worker must be found to be used")
         try:
             if self.worker_id:
                 check_name("worker_id", self.worker_id)
             check_name("dp_group", self.dp_group)
+            if self.advertise_endpoint:
+                check_endpoint("advertise_endpoint", self.advertise_endpoint)
             window = self.window
             if self.data_parallel_size:
                 window.check_within(self.data_parallel_size)

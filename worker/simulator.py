@@ -272,10 +272,12 @@ class Simulator:
 
     def _make_room(self, sequence: _Sequence, new: int) -> bool:
         """Allocate the blocks for `new` tokens, preempting what matters least; True if anything was preempted."""
+        fresh = self._blocks_for(sequence.computed + new) - len(sequence.blocks)
+        if fresh <= 0:
+            return False
         preempted = False
         while True:
-            fresh = self._blocks_for(sequence.computed + new) - len(sequence.blocks)
-            blocks = self.cache.allocate((), max(0, fresh))
+            blocks = self.cache.allocate((), fresh)
             if blocks is not None:
                 sequence.blocks += blocks
                 return preempted
@@ -316,7 +318,7 @@ class Simulator:
             sequence.cacheable = True
             if sequence.cached is None:
                 sequence.cached = cached
-                self._queue_times.append(now - sequence.arrived)
+                self._queue_times.append(max(0.0, now - sequence.arrived))
             sequence.running = True
             self._running.append(sequence)
             self._grow(sequence, new)

@@ -45,6 +45,18 @@ def parse(settings: type[S], argv: Sequence[str], environ: Mapping[str, str], *,
         parser.error(str(error))
 
 
+def check_listen(name: str, value: str) -> str:
+    """Return `value` if it is host:port with a port of 0 … 65535.
+
+    Raises:
+        ValueError: otherwise; the message names the setting.
+    """
+    host, _, port = value.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{name}={value!r}: must be host:port, the port 0 … 65535")
+    return value
+
+
 def effective(settings: object) -> dict[str, Any]:
     """The settings as a dict for the start-up log line."""
     return dataclasses.asdict(settings)  # type: ignore[call-overload, no-any-return]

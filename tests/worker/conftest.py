@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
+import tokenizers
 from harness.worker import FakeRegistry, LiveWorker, fake_registry, live_worker
+
+
+@pytest.fixture
+def tokenizer_directory(tmp_path: Path) -> str:
+    """A model directory "tiny" with a byte-level BPE of 300 ids, an end-of-sequence token and a chat template."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<eos>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the cache of the router holds the block of the prompt"] * 10, trainer)
+    directory = tmp_path / "tiny"
+    directory.mkdir()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+    config = {"eos_token": "<eos>", "chat_template": template, "padding": "x" * 3_000_000}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(directory)
 
 
 @pytest.fixture

@@ -19,9 +19,11 @@ from harness.waiting import eventually
 from harness.worker import FakeRegistry, LiveWorker, live_worker
 
 from rankway.errors import EngineFailed, Outdated, RankwayError
+from rankway.tokenizer import Tokenizer
 from rankway.v1 import generate_pb2, registry_pb2, types_pb2, worker_pb2
 from rankway.worker import service
 from rankway.worker.sim_engine import SimEngine
+from rankway.worker.sim_tokens import WORDS
 
 Registry = tuple[FakeRegistry, str]
 
@@ -84,6 +86,24 @@ async def test_the_byte_level_tokenizer_has_no_files(worker: LiveWorker) -> None
     """GetTokenizer says by an empty file name that the built-in tokenizer serves."""
     (only,) = [part async for part in worker.worker.GetTokenizer(worker_pb2.GetTokenizerRequest())]
     assert (only.file, only.data, only.fingerprint) == ("", b"", "bytes")
+
+
+async def test_a_models_tokenizer_travels_in_chunks(registry: Registry, tokenizer_directory: str) -> None:
+    """GetTokenizer hands out the files of the model's tokenizer, the record its fingerprint; answers decode with it as words."""
+    async with live_worker(registry, model=tokenizer_directory) as worker:
+        files: dict[str, bytes] = {}
+        chunks = 0
+        async for part in worker.worker.GetTokenizer(worker_pb2.GetTokenizerRequest()):
+            files[part.file] = files.get(part.file, b"") + part.data
+            chunks += 1
+        assert chunks > len(files)
+        tokenizer = Tokenizer.from_files(files)
+        assert tokenizer.fingerprint == worker.record.tokenizer != "bytes"
+        assert (worker.record.model, worker.record.vocab_size) == ("tiny", tokenizer.vocab_size)
+        events = await generate(worker, max_tokens=60)
+        text = "".join(event.delta.text for event in events)
+        assert set(text.split()[:-1]) <= set(WORDS)
+        assert events[-1].finished.usage.completion_tokens == 60
 
 
 async def test_a_reset_is_known_at_once(worker: LiveWorker) -> None:

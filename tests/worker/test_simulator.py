@@ -12,7 +12,9 @@ from harness.worker_simulation import VOCABULARY, Drive, serve, sim_request, sim
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rankway.blocks import hash_chain, root_hash, unpack_hashes
 from rankway.worker.engine import AllBlocksCleared, BlockRemoved, BlockStored, Finish
+from rankway.worker.mirror import Mirror, MirrorCounts
 from rankway.worker.simulator import SimConfig, Simulator
 
 
@@ -322,6 +324,25 @@ def test_blocks_are_never_lost_and_events_tell_the_cache(actions: list[Any]) -> 
         else:
             copies.clear()
     assert +copies == Counter(cache.cached_hashes())
+
+
+@settings(deadline=None)
+@given(_ACTIONS)
+def test_the_mirror_of_a_rank_is_its_cache(actions: list[Any]) -> None:
+    """After any history, resets included, the mirror holds exactly the canonical hashes of what the cache holds."""
+    drive = play(actions, Drive(simulator(total_blocks=16, max_model_len=61, max_num_batched_tokens=16)))
+    events = [*drive.events, *drive.simulator.cache.events]
+    mirror = Mirror("m", 4)
+    mirror.apply(events)
+    prefixes: dict[Any, tuple[str, tuple[int, ...]]] = {None: ("", ())}
+    for event in events:
+        if isinstance(event, BlockStored):
+            _, tokens = prefixes[event.parent_block_hash]
+            for i, engine_hash in enumerate(event.block_hashes):
+                prefixes[engine_hash] = (event.lora_name or "", (*tokens, *event.token_ids[: 4 * (i + 1)]))
+    held = (prefixes[engine_hash] for engine_hash in drive.simulator.cache.cached_hashes())
+    assert set(mirror.snapshot()) == {unpack_hashes(hash_chain(tokens, 4, root_hash("m", lora)))[-1] for lora, tokens in held}
+    assert mirror.counts == MirrorCounts()
 
 
 @settings(deadline=None)
