@@ -164,8 +164,10 @@ class Cluster:
 
 
 def _command(child: Child) -> str:
-    """The command that starts a child again, at the gRPC address that the others know."""
-    argv = [f"--grpc-listen={child.addresses['grpc']}" if a.startswith("--grpc-listen=") else a for a in child.argv]
+    """The command that starts a child again, at the addresses that the others know."""
+    argv = list(child.argv)
+    for kind, address in child.addresses.items():
+        argv = [f"--{kind}-listen={address}" if a.startswith(f"--{kind}-listen=") else a for a in argv]
     return shlex.join(["rankway", *argv[4:]] if argv[0] == sys.executable else argv)
 
 

@@ -18,6 +18,10 @@ import psutil
 
 START_TIMEOUT_S = 60.0
 
+OPTIONS = ("--log-level=debug", "--log-format=json", "--router-args=--recent-weight 0", "--worker-args=--sim-speedup 10")
+"""Of most clusters under test: the term for recent dispatches is off, as in the design's worked example; the simulator runs ten
+times as fast as real time."""
+
 
 class Cluster:
     """`rankway up` with free ports. `stop` it in the end; `lines` is its output so far."""

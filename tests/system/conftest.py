@@ -6,28 +6,15 @@ from collections.abc import AsyncIterator, Iterator
 
 import grpc.aio
 import pytest
-from harness.cluster import Cluster
+from harness.cluster import OPTIONS, Cluster
 
 from rankway import rpc
 from rankway.v1 import generate_pb2_grpc, router_pb2_grpc
-
-# The decayed term for recent dispatches is off, as in the design's worked example; the simulator runs ten times real time.
-OPTIONS = ("--log-level=debug", "--log-format=json", "--router-args=--recent-weight 0", "--worker-args=--sim-speedup 10")
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two workers of four ranks for tests that break nothing."""
-    cluster = Cluster(*OPTIONS, tmp_path=tmp_path_factory.mktemp("cluster"))
-    try:
-        yield cluster.wait_ready()
-    finally:
-        assert cluster.stop() == 0
-
-
-@pytest.fixture
-def own_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A cluster of this test alone: it may be broken."""
     cluster = Cluster(*OPTIONS, tmp_path=tmp_path_factory.mktemp("cluster"))
     try:
         yield cluster.wait_ready()

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 from harness.calls import fresh_tokens, generate, http, request
-from harness.cluster import Cluster
+from harness.cluster import OPTIONS, Cluster
 from harness.load import reference, steady_load
 from harness.waiting import eventually
 
@@ -23,9 +23,19 @@ from rankway.v1 import generate_pb2_grpc, registry_pb2, registry_pb2_grpc, route
 LEASE_S = 5.0
 
 
-@pytest.fixture
-def again() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Services that the test starts again itself; ended after the test."""
+@pytest.fixture(scope="module")
+def mended_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster whose parts these tests kill, each part once, and start again with `again`."""
+    cluster = Cluster(*OPTIONS, tmp_path=tmp_path_factory.mktemp("cluster"))
+    try:
+        yield cluster.wait_ready()
+    finally:
+        assert cluster.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def again(mended_cluster: Cluster) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Services that the tests start again themselves; they end before the cluster."""
     started: list[subprocess.Popen[bytes]] = []
     yield started
     for process in started:
@@ -34,9 +44,9 @@ def again() -> Iterator[list[subprocess.Popen[bytes]]]:
         process.wait(30)
 
 
-async def test_a_killed_worker_is_gone_within_its_lease(own_cluster: Cluster, again: list[subprocess.Popen[bytes]]) -> None:
+async def test_a_killed_worker_is_gone_within_its_lease(mended_cluster: Cluster, again: list[subprocess.Popen[bytes]]) -> None:
     """kill -9: ranks, blocks, loads and series go, no request notices; started again, its old cache is not believed."""
-    cluster = own_cluster
+    cluster = mended_cluster
     prompt = fresh_tokens(196)
     async with rpc.open_channel(cluster.router) as channel:
         stub = generate_pb2_grpc.GenerationStub(channel)
@@ -83,9 +93,11 @@ def ranks_in_metrics(cluster: Cluster, service: str) -> set[str]:
 
 
 @pytest.mark.parametrize("service", ["nats", "registry", "indexer"])
-async def test_a_stopped_part_fails_no_request(own_cluster: Cluster, again: list[subprocess.Popen[bytes]], service: str) -> None:
+async def test_a_stopped_part_fails_no_request(
+    mended_cluster: Cluster, again: list[subprocess.Popen[bytes]], service: str
+) -> None:
     """NATS, registry or indexer killed under load for longer than a lease: no request fails, and all repair once it is back."""
-    cluster = own_cluster
+    cluster = mended_cluster
     async with steady_load(cluster.router) as load:
         await load.more(30)
         os.kill(cluster.pid(service), signal.SIGKILL)
@@ -140,9 +152,9 @@ def running_on(cluster: Cluster, worker: str) -> int:
     return sum(int(float(line.split()[-1])) for line in text.splitlines() if line.startswith("rankway_worker_running"))
 
 
-async def test_four_routers_under_a_burst_do_not_herd(own_cluster: Cluster, again: list[subprocess.Popen[bytes]]) -> None:
+async def test_four_routers_under_a_burst_do_not_herd(mended_cluster: Cluster, again: list[subprocess.Popen[bytes]]) -> None:
     """A burst of 64 equal requests at each of four routers: no rank of eight gets more than twice the mean."""
-    cluster = own_cluster
+    cluster = mended_cluster
     others = [OtherRouter(cluster, number) for number in range(3)]
     again += [router.process for router in others]
     endpoints = [cluster.router, *[await router.endpoint() for router in others]]
