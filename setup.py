@@ -11,7 +11,7 @@ setup(
             ["src/rankway/_core.c"],
             depends=[f"src/rankway/{header}" for header in HEADERS],
             # Contracted multiply-adds would round costs differently from the pure twin.
-            extra_compile_args=["-O3", "-ffp-contract=off", "-fvisibility=hidden"],
+            extra_compile_args=["-O2", "-ffp-contract=off", "-fvisibility=hidden"],
             optional=True,
         )
     ]

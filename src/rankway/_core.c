@@ -274,7 +274,7 @@ static void chain_blocks(const byte *tokens, size_t blocks, size_t stride, uint6
         h = stride == 64 ? xxh64(tokens + 64 * i, 64, h) : xxh64(tokens + stride * i, stride, h);
         store64(out + 8 * i, h);
         if (table)
-            table_prefetch(table, h, 0);
+            __builtin_prefetch(table_home(table, h, 0));
     }
 }
 
@@ -360,8 +360,8 @@ typedef struct {
     bool busy;
 } Blocks;
 
-#define COUNT_SHIFT 20
 #define TAG_MASK ((uint64_t)MAX_SLOTS - 1)
+#define ONE_USER ((uint64_t)MAX_SLOTS)
 
 static PyTypeObject IndexType, ActiveBlocksType;
 
@@ -488,15 +488,15 @@ static int64_t work_acquire(Blocks *self, uint32_t slot, const byte *hashes, siz
         return -1;
     for (size_t i = 0; i < count; i++) {
         uint64_t key = load64(hashes + 8 * i);
-        Spot spot = table_find(&self->counts, key, id, TAG_MASK);
-        if (spot.word) {
-            *spot.word += (uint64_t)1 << COUNT_SHIFT;
+        Spot spot = table_find(table_home(&self->counts, key, id), key, id, TAG_MASK);
+        if (spot.found) {
+            spot.bucket->word[spot.entry] += ONE_USER;
             continue;
         }
-        if (hold(h, id, key) == FAILED)
+        if (hold(h, id, table_home(&h->table, key, 0), key) == FAILED)
             return -1;
-        if (!table_insert(&self->counts, key, id | (uint64_t)1 << COUNT_SHIFT, &spot)) {
-            let_go(h, id, key);
+        if (!table_insert(&self->counts, spot, key, id | ONE_USER)) {
+            let_go(h, id, table_home(&h->table, key, 0), key);
             return -1;
         }
         acquired++;
@@ -514,15 +514,16 @@ static int64_t work_release(Blocks *self, uint32_t slot, const byte *hashes, siz
         return 0;
     for (size_t i = 0; i < count; i++) {
         uint64_t key = load64(hashes + 8 * i);
-        Spot spot = table_find(&self->counts, key, id, TAG_MASK);
-        if (!spot.word)
+        Spot spot = table_find(table_home(&self->counts, key, id), key, id, TAG_MASK);
+        if (!spot.found)
             continue;
-        if (*spot.word >> COUNT_SHIFT > 1) {
-            *spot.word -= (uint64_t)1 << COUNT_SHIFT;
+        uint64_t *users = &spot.bucket->word[spot.entry];
+        if (*users >= 2 * ONE_USER) {
+            *users -= ONE_USER;
             continue;
         }
         table_erase(&self->counts, spot);
-        let_go(h, id, key);
+        let_go(h, id, table_home(&h->table, key, 0), key);
         released++;
     }
     return released;
@@ -537,11 +538,8 @@ static int64_t work_overlap(Blocks *self, uint32_t slot, const byte *hashes, siz
 {
     uint32_t id = id_of(&self->holders, slot);
     size_t run = 0;
-    for (; id != NOBODY && run < count; run++) {
-        Spot spot = table_find(&self->holders.table, load64(hashes + 8 * run), 0, 0);
-        if (!spot.word || !word_has(*spot.word, id))
-            break;
-    }
+    while (run < count && holds(&self->holders, id, load64(hashes + 8 * run)))
+        run++;
     return (int64_t)run;
 }
 
@@ -609,9 +607,7 @@ static PyObject *blocks_contains(Blocks *self, PyObject *const *args, Py_ssize_t
     if (!possible)
         Py_RETURN_FALSE;
     wait_idle(self);
-    uint32_t id = id_of(&self->holders, outside);
-    Spot spot = table_find(&self->holders.table, key, 0, 0);
-    return PyBool_FromLong(id != NOBODY && spot.word && word_has(*spot.word, id));
+    return PyBool_FromLong(holds(&self->holders, id_of(&self->holders, outside), key));
 }
 
 static PyObject *blocks_memory_bytes(Blocks *self, PyObject *ignored)
@@ -763,6 +759,24 @@ static bool float_attribute(PyObject *object, PyObject *name, double *value)
     return !PyErr_Occurred();
 }
 
+/* Finds Choice at the first choice: importing this module alone stays quick. False: an error is set. */
+static bool find_choice_type(void)
+{
+    if (choice_type)
+        return true;
+    PyObject *module = PyImport_ImportModule("rankway.choice");
+    PyObject *found = module ? PyObject_GetAttrString(module, "Choice") : NULL;
+    Py_XDECREF(module);
+    if (found && PyType_Check(found) && PyType_IsSubtype((PyTypeObject *)found, &PyTuple_Type)) {
+        choice_type = found;
+        return true;
+    }
+    if (found)
+        PyErr_SetString(PyExc_TypeError, "rankway.choice.Choice is no tuple");
+    Py_XDECREF(found);
+    return false;
+}
+
 /* What both forms of the choice are given besides the prompt. */
 typedef struct {
     Blocks *index, *active;
@@ -773,6 +787,8 @@ typedef struct {
 static bool choosing_open(Choosing *c, PyObject *index, PyObject *active, PyObject *block_size, PyObject *loads, PyObject *weights,
                           PyObject *seed)
 {
+    if (!find_choice_type())
+        return false;
     if (!PyObject_TypeCheck(index, &IndexType) || !PyObject_TypeCheck(active, &ActiveBlocksType)) {
         PyErr_SetString(PyExc_TypeError, "index and active must be compiled ones");
         return false;
@@ -973,17 +989,13 @@ static bool make_names(void)
             return false;
     overlap_weight_name = PyUnicode_InternFromString("overlap_weight");
     temperature_name = PyUnicode_InternFromString("temperature");
-    PyObject *choice = PyImport_ImportModule("rankway.choice");
-    choice_type = choice ? PyObject_GetAttrString(choice, "Choice") : NULL;
-    Py_XDECREF(choice);
-    if (choice_type && !(PyType_Check(choice_type) && PyType_IsSubtype((PyTypeObject *)choice_type, &PyTuple_Type)))
-        PyErr_SetString(PyExc_ImportError, "rankway.choice.Choice is no tuple");
-    return overlap_weight_name && temperature_name && choice_type && !PyErr_Occurred();
+    return overlap_weight_name && temperature_name;
 }
 
 PyMODINIT_FUNC PyInit__core(void)
 {
     PyObject *m = NULL;
+    choose_instructions();
     if (make_names() && !PyType_Ready(&IndexType) && !PyType_Ready(&ActiveBlocksType))
         m = PyModule_Create(&module);
     if (m && (PyModule_AddObjectRef(m, "Index", (PyObject *)&IndexType) ||

@@ -364,7 +364,7 @@ static void sweep_segment(Holders *h, Table *t, Bucket *segment)
                 continue;
             }
             *word = ~(uint64_t)0; /* anything but free, until it is erased: another entry may take its place */
-            table_erase(t, (Spot){segment, at, e, word});
+            table_erase(t, (Spot){&segment[at], e, true, false});
         }
 }
 
@@ -490,19 +490,20 @@ static size_t holders_clear(Holders *h, uint32_t outside)
 enum change { FAILED, UNCHANGED, CHANGED };
 
 /* Adds a block to an id. */
-static inline enum change hold(Holders *h, uint32_t id, uint64_t key)
+static inline enum change hold(Holders *h, uint32_t id, Bucket *home, uint64_t key)
 {
-    Spot spot = table_find(&h->table, key, 0, 0);
-    if (!spot.word) {
-        if (!table_insert(&h->table, key, inline_word(&id, 1), &spot))
+    Spot spot = table_find(home, key, 0, 0);
+    if (!spot.found) {
+        if (!table_insert(&h->table, spot, key, inline_word(&id, 1)))
             return FAILED;
     } else {
-        if (word_has(*spot.word, id))
+        uint64_t *word = &spot.bucket->word[spot.entry];
+        if (word_has(*word, id))
             return UNCHANGED;
-        uint64_t word = word_add(&h->rows, *spot.word, id);
-        if (!word)
+        uint64_t wider = word_add(&h->rows, *word, id);
+        if (!wider)
             return FAILED;
-        *spot.word = word;
+        *word = wider;
     }
     h->slot[id].size++;
     h->slot[id].digest ^= mix(key);
@@ -510,14 +511,14 @@ static inline enum change hold(Holders *h, uint32_t id, uint64_t key)
 }
 
 /* Takes a block from an id. */
-static inline enum change let_go(Holders *h, uint32_t id, uint64_t key)
+static inline enum change let_go(Holders *h, uint32_t id, Bucket *home, uint64_t key)
 {
-    Spot spot = table_find(&h->table, key, 0, 0);
-    if (!spot.word || !word_has(*spot.word, id))
+    Spot spot = table_find(home, key, 0, 0);
+    if (!spot.found || !word_has(spot.bucket->word[spot.entry], id))
         return UNCHANGED;
-    uint64_t word = word_remove(&h->rows, *spot.word, id);
+    uint64_t word = word_remove(&h->rows, spot.bucket->word[spot.entry], id);
     if (word)
-        *spot.word = word;
+        spot.bucket->word[spot.entry] = word;
     else
         table_erase(&h->table, spot);
     h->slot[id].size--;
@@ -525,22 +526,56 @@ static inline enum change let_go(Holders *h, uint32_t id, uint64_t key)
     return CHANGED;
 }
 
-#define AHEAD 12 /* blocks between a prefetch and its use: about a memory latency's worth of work */
+#define AHEAD 16 /* blocks between a prefetch and its use: about a memory latency's worth of work */
+
+/* The homes of the next blocks of a batch, fetched ahead of their use. */
+typedef struct {
+    const byte *hashes;
+    size_t count, next; /* `next`: the first block whose home isn't known */
+    unsigned epoch;
+    Bucket *home[AHEAD];
+} Ahead;
+
+static inline void ahead_fetch(Ahead *a, const Table *t, size_t until)
+{
+    for (; a->next < a->count && a->next < until; a->next++)
+        __builtin_prefetch(a->home[a->next % AHEAD] = table_home(t, load64(a->hashes + 8 * a->next), 0));
+}
+
+static inline void ahead_open(Ahead *a, const Table *t, const byte *hashes, size_t count)
+{
+    a->hashes = hashes;
+    a->count = count;
+    a->next = 0;
+    a->epoch = t->epoch;
+    ahead_fetch(a, t, AHEAD);
+}
+
+/* The home of block i, which follows the block of the last call. */
+static inline Bucket *ahead_home(Ahead *a, const Table *t, size_t i)
+{
+    if (a->epoch != t->epoch) { /* a split: what was found before is void */
+        a->epoch = t->epoch;
+        a->next = i;
+        ahead_fetch(a, t, i + AHEAD);
+    }
+    Bucket *home = a->home[i % AHEAD];
+    ahead_fetch(a, t, i + AHEAD + 1);
+    return home;
+}
 
 /* Adds blocks to a slot; -1: no memory (those before are added). `hashes` are packed. */
 static int64_t holders_store(Holders *h, uint32_t outside, const byte *hashes, size_t count)
 {
     int64_t added = 0;
+    Ahead ahead;
     upkeep(h, count);
     uint32_t id = id_for(h, outside);
     if (id == NOBODY)
         return -1;
-    for (size_t i = 0; i < count && i < AHEAD; i++)
-        table_prefetch(&h->table, load64(hashes + 8 * i), 0);
+    ahead_open(&ahead, &h->table, hashes, count);
     for (size_t i = 0; i < count; i++) {
-        if (i + AHEAD < count)
-            table_prefetch(&h->table, load64(hashes + 8 * (i + AHEAD)), 0);
-        enum change change = hold(h, id, load64(hashes + 8 * i));
+        enum change change = hold(h, id, ahead_home(&ahead, &h->table, i), load64(hashes + 8 * i));
         if (change == FAILED)
             return -1;
         added += change == CHANGED;
@@ -552,18 +587,21 @@ static int64_t holders_store(Holders *h, uint32_t outside, const byte *hashes, s
 static int64_t holders_remove(Holders *h, uint32_t outside, const byte *hashes, size_t count)
 {
     int64_t removed = 0;
+    Ahead ahead;
     upkeep(h, count);
     uint32_t id = id_of(h, outside);
     if (id == NOBODY)
         return 0;
-    for (size_t i = 0; i < count && i < AHEAD; i++)
-        table_prefetch(&h->table, load64(hashes + 8 * i), 0);
-    for (size_t i = 0; i < count; i++) {
-        if (i + AHEAD < count)
-            table_prefetch(&h->table, load64(hashes + 8 * (i + AHEAD)), 0);
-        removed += let_go(h, id, load64(hashes + 8 * i)) == CHANGED;
-    }
+    ahead_open(&ahead, &h->table, hashes, count);
+    for (size_t i = 0; i < count; i++)
+        removed += let_go(h, id, ahead_home(&ahead, &h->table, i), load64(hashes + 8 * i)) == CHANGED;
     return removed;
+}
+
+static inline bool holds(const Holders *h, uint32_t id, uint64_t key)
+{
+    uint64_t word = id == NOBODY ? 0 : table_word(table_home(&h->table, key, 0), key);
+    return word && word_has(word, id);
 }
 
 /* Writes the blocks of a slot to `out`, which has room for all of them. */
@@ -588,6 +626,7 @@ typedef struct {
     uint32_t depth;
 } Run;
 
+#define ROW_HEADER 0x0000FFFFFFFCFFFFULL /* used, room / 4, chunk[0] */
 #define FEW_CHUNKS 32
 #define FEW_RUNS 128
 
@@ -737,14 +776,10 @@ static void match_end(Match *m)
 
 static inline bool match_running(const Match *m) { return m->word || m->chunks; }
 
-/* The next block of the chain; false: nobody runs any more, and further blocks change nothing. */
-static inline bool match_feed(Match *m, uint64_t key)
+/* The holders of the next block of the chain; false: nobody runs any more, and further blocks change nothing. */
+static inline bool match_feed(Match *m, uint64_t word)
 {
-    Spot spot = table_find(&m->holders->table, key, 0, 0);
-    uint64_t word = spot.word ? *spot.word : 0;
-    if (!word)
-        match_end(m);
-    else if (!m->depth)
+    if (!m->depth)
         match_start(m, word);
     else if (word != m->word)
         match_meet(m, word);
@@ -754,14 +789,97 @@ static inline bool match_feed(Match *m, uint64_t key)
     return true;
 }
 
+/* Whether a block's holders include all of a mask in one chunk; true only where that is seen at once: a row of one chunk whose
+ * mask follows the first eight bytes. `header` is those bytes without `room`, which is 1 or 2. */
+static inline bool row_covers(uint64_t word, uint64_t header, uint64_t mask)
+{
+    if (!is_row(word))
+        return false;
+    const byte *row = (const byte *)row_of(word);
+    return (load64(row) & ROW_HEADER) == header && !(mask & ~load64(row + 8));
+}
+
+/* Feeds a group of blocks. Mostly nobody leaves, so that is a loop of its own. */
+static inline bool match_feed_all(Match *m, const uint64_t *word, size_t count)
+{
+    for (size_t i = 0; i < count;) {
+        size_t first = i;
+        if (m->word) {
+            for (uint64_t same = m->word; i < count && word[i] == same;)
+                i++;
+        } else if (m->chunks == 1) {
+            uint64_t header = 1 | (uint64_t)m->chunk[0] << 32, mask = m->mask[0];
+            while (i < count && row_covers(word[i], header, mask))
+                i++;
+        }
+        m->depth += (uint32_t)(i - first);
+        if (i < count && !match_feed(m, word[i++]))
+            return false;
+    }
+    return true;
+}
+
+/* Looks up the holders of blocks whose homes are known, and fetches their rows; returns how many blocks there are before a hole. */
+static inline __attribute__((always_inline)) size_t look_up_by(BucketWord *by, Bucket *const *home, const byte *hashes,
+                                                               size_t count, uint64_t *word)
+{
+    for (size_t i = 0; i < count; i++) {
+        word[i] = table_word_by(by, home[i], load64(hashes + 8 * i));
+        if (!word[i])
+            return i;
+        if (is_row(word[i]))
+            __builtin_prefetch(row_of(word[i]));
+    }
+    return count;
+}
+
+typedef size_t LookUp(Bucket *const *home, const byte *hashes, size_t count, uint64_t *word);
+
+static size_t look_up_plain(Bucket *const *home, const byte *hashes, size_t count, uint64_t *word)
+{
+    return look_up_by(bucket_word, home, hashes, count, word);
+}
+
+static LookUp *look_up = look_up_plain;
+
+#ifdef __x86_64__
+static __attribute__((target("avx2"))) size_t look_up_avx2(Bucket *const *home, const byte *hashes, size_t count, uint64_t *word)
+{
+    return look_up_by(bucket_word_avx2, home, hashes, count, word);
+}
+#endif
+
+/* Picks what this processor does fastest; once, before any match. */
+static void choose_instructions(void)
+{
+#ifdef __x86_64__
+    if (__builtin_cpu_supports("avx2"))
+        look_up = look_up_avx2;
+#endif
+}
+
+static inline void match_fetch(const Table *t, const byte *hashes, size_t count, Bucket **home)
+{
+    const Table table = *t; /* a copy that no store can change: its fields stay in registers */
+    for (size_t i = 0; i < count; i++)
+        __builtin_prefetch(home[i] = table_home(&table, load64(hashes + 8 * i), 0));
+}
+
+static inline size_t at_most(size_t a, size_t b) { return a < b ? a : b; }
+
+/* Matches a chain, a group of blocks at a time: their buckets are on the way since the group before was looked up. */
 static void match_all(Match *m, const byte *hashes, size_t count)
 {
-    for (size_t i = 0; i < count && i < AHEAD; i++)
-        table_prefetch(&m->holders->table, load64(hashes + 8 * i), 0);
-    for (size_t i = 0; i < count; i++) {
-        if (i + AHEAD < count)
-            table_prefetch(&m->holders->table, load64(hashes + 8 * (i + AHEAD)), 0);
-        if (!match_feed(m, load64(hashes + 8 * i)))
+    Bucket *home[2][AHEAD];
+    uint64_t word[AHEAD];
+    match_fetch(&m->holders->table, hashes, at_most(count, AHEAD), home[0]);
+    for (size_t first = 0; first < count; first += AHEAD) {
+        size_t group = at_most(count - first, AHEAD), after = first + group;
+        match_fetch(&m->holders->table, hashes + 8 * after, at_most(count - after, AHEAD), home[after / AHEAD % 2]);
+        size_t found = look_up(home[first / AHEAD % 2], hashes + 8 * first, group, word);
+        if (!match_feed_all(m, word, found))
+            return;
+        if (found < group)
             break;
     }
     match_end(m);

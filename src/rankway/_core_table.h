@@ -11,13 +11,16 @@
 #include <stdbool.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
 
 #include "_core_hash.h"
 
 #define BUCKET_ENTRIES 4
 #define SEGMENT_BUCKETS 256
 #define SEGMENT_ENTRIES (BUCKET_ENTRIES * SEGMENT_BUCKETS)
-#define MAX_PROBE 8
+#define MAX_PROBE 32 /* a segment splits at about 89 % */
 #define MAX_DEPTH 32
 
 typedef struct {
@@ -38,57 +41,112 @@ typedef struct Slab {
 
 typedef struct {
     uintptr_t *directory; /* 2^depth of: segment address | local depth (segments are aligned, depth < 64) */
-    unsigned depth;
+    unsigned depth, shift; /* shift = 64 - depth */
     size_t at_depth[MAX_DEPTH + 1]; /* segments of each local depth */
     size_t segments;
     size_t entries;
     Slab *roomy;
     size_t slabs;
+    unsigned epoch;     /* counts splits and merges: homes found before are void */
     uint64_t secret[2]; /* so that no input can aim at one segment */
     uint64_t tag_mask;  /* bits of the word that belong to the key; 0: none */
 } Table;
 
+/* Where a key's entry is, or where it would go. */
 typedef struct {
-    Bucket *segment;
-    unsigned bucket, entry;
-    uint64_t *word; /* NULL: not there, and `segment` is where it would go */
+    Bucket *bucket;
+    unsigned entry;
+    bool found;
+    bool room; /* not found, and the entry is free */
 } Spot;
 
-/* Where a key lies: the leading bits choose the segment, the trailing ones the bucket. */
+/* Where a key lies: the leading bits choose the segment, some of the trailing ones the bucket. */
 static inline uint64_t spread(const Table *t, uint64_t key, uint64_t tag)
 {
     unsigned __int128 product = (unsigned __int128)(key ^ tag * PRIME3 ^ t->secret[0]) * t->secret[1];
     return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
-static inline uintptr_t *directory_entry(const Table *t, uint64_t place) { return &t->directory[place >> (64 - t->depth)]; }
+static inline uintptr_t *directory_entry(const Table *t, uint64_t place) { return &t->directory[place >> t->shift]; }
 static inline Bucket *segment_of(uintptr_t entry) { return (Bucket *)(entry & ~(uintptr_t)63); }
 static inline unsigned local_depth(uintptr_t entry) { return entry & 63; }
 
-static inline void table_prefetch(const Table *t, uint64_t key, uint64_t tag)
+/* The bucket of a place in its segment: bits 6 to 13 of the place, which are its offset in bytes. */
+static inline Bucket *home_bucket(Bucket *segment, uint64_t place)
 {
-    uint64_t place = spread(t, key, tag);
-    __builtin_prefetch(&segment_of(*directory_entry(t, place))[place % SEGMENT_BUCKETS], 1);
+    return (Bucket *)((byte *)segment + (place & (SEGMENT_BYTES - sizeof(Bucket))));
 }
 
-static inline __attribute__((always_inline)) Spot table_find(const Table *t, uint64_t key, uint64_t tag, uint64_t tag_mask)
+static inline Bucket *bucket_at(const Table *t, uint64_t place)
 {
-    uint64_t place = spread(t, key, tag);
-    Spot spot = {segment_of(*directory_entry(t, place)), 0, 0, NULL};
-    for (unsigned step = 0; step < MAX_PROBE; step++) {
-        spot.bucket = (place + step) % SEGMENT_BUCKETS;
-        Bucket *b = &spot.segment[spot.bucket];
-        unsigned hits = 0; /* without branches: where in its bucket an entry lies can't be predicted */
-        for (unsigned i = 0; i < BUCKET_ENTRIES; i++)
-            hits |= (unsigned)((b->key[i] == key) & ((b->word[i] & tag_mask) == tag)) << i;
+    return home_bucket(segment_of(*directory_entry(t, place)), place);
+}
+
+/* The bucket where a key's search begins. Holds until `epoch` changes. */
+static inline Bucket *table_home(const Table *t, uint64_t key, uint64_t tag) { return bucket_at(t, spread(t, key, tag)); }
+
+/* Segments are aligned to their size: a bucket's address tells its segment and its number. */
+static inline Bucket *segment_around(Bucket *b) { return (Bucket *)((uintptr_t)b & ~(uintptr_t)(SEGMENT_BYTES - 1)); }
+static inline unsigned bucket_number(Bucket *b) { return ((uintptr_t)b & (SEGMENT_BYTES - 1)) / sizeof(Bucket); }
+static inline Bucket *bucket_after(Bucket *b, unsigned steps)
+{
+    return &segment_around(b)[(bucket_number(b) + steps) % SEGMENT_BUCKETS];
+}
+
+/* Lane i's word if its key is the one sought, else 0: without a branch, since an entry's position can't be predicted. */
+#define LANE(b, i, sought) ((b)->word[i] & -(uint64_t)((b)->key[i] == (sought)))
+
+/* The word of an untagged key in a bucket, 0 if it isn't there (free entries have word 0, whatever their key). */
+static inline uint64_t bucket_word(const Bucket *b, uint64_t key)
+{
+    return LANE(b, 0, key) | LANE(b, 1, key) | LANE(b, 2, key) | LANE(b, 3, key);
+}
+
+#ifdef __x86_64__
+/* The same in a quarter of the instructions, where the processor can. */
+static inline __attribute__((target("avx2"))) uint64_t bucket_word_avx2(const Bucket *b, uint64_t key)
+{
+    __m256i equal = _mm256_cmpeq_epi64(_mm256_load_si256((const __m256i *)b->key), _mm256_set1_epi64x((long long)key));
+    __m256i words = _mm256_and_si256(equal, _mm256_load_si256((const __m256i *)b->word));
+    __m128i half = _mm_or_si128(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    return (uint64_t)_mm_cvtsi128_si64(half) | (uint64_t)_mm_extract_epi64(half, 1);
+}
+#endif
+
+typedef uint64_t BucketWord(const Bucket *, uint64_t key);
+
+/* The word of an untagged key, 0 if it isn't there. */
+static inline __attribute__((always_inline)) uint64_t table_word_by(BucketWord *bucket_word, Bucket *home, uint64_t key)
+{
+    uint64_t word = bucket_word(home, key);
+    for (unsigned step = 1; !word && step < MAX_PROBE && bucket_after(home, step - 1)->word[BUCKET_ENTRIES - 1]; step++)
+        word = bucket_word(bucket_after(home, step), key);
+    return word;
+}
+
+static inline uint64_t table_word(Bucket *home, uint64_t key) { return table_word_by(bucket_word, home, key); }
+
+static inline __attribute__((always_inline)) Spot table_find(Bucket *home, uint64_t key, uint64_t tag, uint64_t tag_mask)
+{
+    Spot spot = {home, 0, false, false};
+    for (unsigned step = 1; step <= MAX_PROBE; step++) {
+        Bucket *b = spot.bucket;
+        unsigned hits = 0, used = 0;
+        for (unsigned i = 0; i < BUCKET_ENTRIES; i++) {
+            hits |= (unsigned)((b->key[i] == key) & ((b->word[i] & tag_mask) == tag) & (b->word[i] != 0)) << i;
+            used += b->word[i] != 0;
+        }
         if (hits) {
             spot.entry = (unsigned)__builtin_ctz(hits);
-            if (b->word[spot.entry]) /* free entries have key 0 */
-                spot.word = &b->word[spot.entry];
+            spot.found = true;
             return spot;
         }
-        if (!b->word[BUCKET_ENTRIES - 1])
+        if (used < BUCKET_ENTRIES) {
+            spot.entry = used;
+            spot.room = true;
             return spot;
+        }
+        spot.bucket = bucket_after(home, step);
     }
     return spot;
 }
@@ -99,7 +157,7 @@ static inline __attribute__((always_inline)) Spot table_find(const Table *t, uin
 static Bucket *segment_new(Table *t)
 {
     void *segment = NULL;
-    if (posix_memalign(&segment, 64, SEGMENT_BYTES))
+    if (posix_memalign(&segment, SEGMENT_BYTES, SEGMENT_BYTES))
         return NULL;
     memset(segment, 0, SEGMENT_BYTES);
     t->segments++;
@@ -190,6 +248,7 @@ static bool table_open(Table *t, const uint64_t secret[2], uint64_t tag_mask)
     t->secret[1] = secret[1] | 1;
     t->tag_mask = tag_mask;
     t->depth = 1; /* never 0: a shift by 64 is undefined */
+    t->shift = 63;
     t->directory = malloc(2 * sizeof *t->directory);
     Bucket *segment = t->directory ? segment_new(t) : NULL;
     if (!segment) {
@@ -225,20 +284,23 @@ static size_t table_bytes(const Table *t)
     return t->segments * SEGMENT_BYTES + t->slabs * sizeof(Slab) + directory_size(t) * sizeof *t->directory;
 }
 
+static inline void bucket_set(Bucket *b, unsigned entry, uint64_t key, uint64_t word)
+{
+    b->key[entry] = key;
+    b->word[entry] = word;
+}
+
 /* Puts an entry whose key the segment lacks; false: no room within MAX_PROBE buckets. */
-static bool segment_put(Bucket *segment, uint64_t place, uint64_t key, uint64_t word, Spot *spot)
+static bool segment_put(Bucket *home, uint64_t key, uint64_t word)
 {
     for (unsigned step = 0; step < MAX_PROBE; step++) {
-        unsigned at = (place + step) % SEGMENT_BUCKETS;
-        Bucket *b = &segment[at];
+        Bucket *b = bucket_after(home, step);
         if (b->word[BUCKET_ENTRIES - 1])
             continue;
         unsigned i = 0;
         while (b->word[i])
             i++;
-        b->key[i] = key;
-        b->word[i] = word;
-        *spot = (Spot){segment, at, i, &b->word[i]};
+        bucket_set(b, i, key, word);
         return true;
     }
     return false;
@@ -254,6 +316,7 @@ static bool directory_double(Table *t)
         wider[2 * i] = wider[2 * i + 1] = wider[i];
     t->directory = wider;
     t->depth++;
+    t->shift--;
     return true;
 }
 
@@ -263,6 +326,7 @@ static void directory_halve(Table *t)
     for (size_t i = 0; i < size; i++)
         t->directory[i] = t->directory[2 * i];
     t->depth--;
+    t->shift++;
     uintptr_t *narrower = realloc(t->directory, size * sizeof *narrower);
     if (narrower)
         t->directory = narrower;
@@ -271,11 +335,10 @@ static void directory_halve(Table *t)
 /* Adds the entries of `from` to `high` where the bit of their place is set, else to `low`; false: no room for one. */
 static bool segment_deal(const Table *t, const Bucket *from, Bucket *low, Bucket *high, uint64_t bit)
 {
-    Spot spot;
     for (unsigned at = 0; at < SEGMENT_BUCKETS; at++)
         for (unsigned i = 0; i < BUCKET_ENTRIES && from[at].word[i]; i++) {
             uint64_t key = from[at].key[i], word = from[at].word[i], place = spread(t, key, word & t->tag_mask);
-            if (!segment_put(place & bit ? high : low, place, key, word, &spot))
+            if (!segment_put(home_bucket(place & bit ? high : low, place), key, word))
                 return false;
         }
     return true;
@@ -304,30 +367,35 @@ static bool table_split(Table *t, uint64_t place)
         t->directory[first + i] = (uintptr_t)(i < span / 2 ? low : high) | (depth + 1);
     t->at_depth[depth]--;
     t->at_depth[depth + 1] += 2;
+    t->epoch++;
     return true;
 }
 
-/* Adds an entry whose key the table lacks, and says where; false: no memory. */
-static bool table_insert(Table *t, uint64_t key, uint64_t word, Spot *spot)
+/* Adds an entry where `table_find` has missed it, or after splits; false: no memory. */
+static inline bool table_insert(Table *t, Spot spot, uint64_t key, uint64_t word)
 {
-    uint64_t place = spread(t, key, word & t->tag_mask);
-    while (!segment_put(segment_of(*directory_entry(t, place)), place, key, word, spot))
-        if (!table_split(t, place))
-            return false;
+    if (spot.room) {
+        bucket_set(spot.bucket, spot.entry, key, word);
+    } else {
+        uint64_t place = spread(t, key, word & t->tag_mask);
+        do {
+            if (!table_split(t, place))
+                return false;
+        } while (!segment_put(bucket_at(t, place), key, word));
+    }
     t->entries++;
     return true;
 }
 
-/* An entry that was pushed past bucket `at` while it was full, if there is one. */
-static bool find_pushed(const Table *t, Bucket *segment, unsigned at, Spot *spot)
+/* Finds an entry that was pushed past a bucket while it was full. */
+static bool find_pushed(const Table *t, Bucket *past, Spot *spot)
 {
     for (unsigned step = 1; step < MAX_PROBE; step++) {
-        unsigned bucket = (at + step) % SEGMENT_BUCKETS;
-        Bucket *b = &segment[bucket];
+        Bucket *b = bucket_after(past, step);
         for (unsigned i = 0; i < BUCKET_ENTRIES && b->word[i]; i++) {
-            unsigned home = spread(t, b->key[i], b->word[i] & t->tag_mask) % SEGMENT_BUCKETS;
-            if ((bucket - home) % SEGMENT_BUCKETS >= step) {
-                *spot = (Spot){segment, bucket, i, &b->word[i]};
+            Bucket *home = home_bucket(segment_around(b), spread(t, b->key[i], b->word[i] & t->tag_mask));
+            if ((bucket_number(b) - bucket_number(home)) % SEGMENT_BUCKETS >= step) {
+                *spot = (Spot){b, i, true, false};
                 return true;
             }
         }
@@ -342,20 +410,16 @@ static void table_erase(Table *t, Spot spot)
 {
     t->entries--;
     for (;;) {
-        Bucket *b = &spot.segment[spot.bucket];
+        Bucket *b = spot.bucket;
         bool was_full = b->word[BUCKET_ENTRIES - 1] != 0;
         unsigned last = BUCKET_ENTRIES - 1;
         while (!b->word[last])
             last--;
-        b->key[spot.entry] = b->key[last];
-        b->word[spot.entry] = b->word[last];
-        b->key[last] = b->word[last] = 0;
-        Spot pushed;
-        if (!was_full || !find_pushed(t, spot.segment, spot.bucket, &pushed))
+        bucket_set(b, spot.entry, b->key[last], b->word[last]);
+        bucket_set(b, last, 0, 0);
+        if (!was_full || !find_pushed(t, b, &spot))
             return;
-        b->key[last] = pushed.segment[pushed.bucket].key[pushed.entry];
-        b->word[last] = *pushed.word;
-        spot = pushed;
+        bucket_set(b, last, spot.bucket->key[spot.entry], spot.bucket->word[spot.entry]);
     }
 }
 
@@ -391,6 +455,7 @@ static void table_merge(Table *t, size_t first)
     segment_free(t, high);
     t->at_depth[depth] -= 2;
     t->at_depth[depth - 1]++;
+    t->epoch++;
     while (t->depth > 1 && !t->at_depth[t->depth])
         directory_halve(t);
 }
