@@ -7,7 +7,8 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from rankway.worker.publisher import Publisher, RankFeed
+from rankway.worker.feed import RankFeed
+from rankway.worker.publisher import Publisher
 from rankway.worker.requests import Requests
 
 _PREFIX = "rankway_worker"

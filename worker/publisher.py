@@ -8,33 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import nats.errors
 from nats.aio.client import Client
 
 from rankway import bus, logs
-from rankway.blocks import pack_hashes
-from rankway.ranks import DpRange, GlobalRank, Instance, LocalRank
-from rankway.v1 import events_pb2
+from rankway.ranks import DpRange, Instance, LocalRank
 from rankway.worker.engine import EngineEvent, EngineInfo, EngineLoad
-from rankway.worker.mirror import Change, Cleared, Mirror, Removed, Stored
+from rankway.worker.feed import RankFeed, RankSnapshot
+from rankway.worker.mirror import Change
 
 log = logs.get("publisher")
 
 MAX_QUEUED_BYTES = 16 * 2**20
 """Messages waiting for NATS; beyond, new ones are dropped."""
-
-BATCH_BLOCKS = (bus.MAX_PAYLOAD_BYTES - 1_000) // 8
-"""Most block hashes in one message; the rest of the room is for names and framing."""
-
-EVENT_BYTES = 24
-"""Upper bound of an event's framing in a batch: tags, lengths, parent hash."""
 
 LOAD_INTERVAL_S = 0.05
 """Loads follow changes no faster than this."""
@@ -45,122 +35,6 @@ IDLE_LOAD_INTERVAL_S = 1.0
 CLOSE_TIMEOUT_S = 1.0
 
 Loads = Callable[[], Sequence[EngineLoad]]
-
-
-@dataclass(slots=True)
-class PublisherCounts:
-    """What was sent and dropped on one rank since the start."""
-
-    batches: int = 0
-    dropped_batches: int = 0
-    stored_blocks: int = 0
-    removed_blocks: int = 0
-    loads: int = 0
-    dropped_loads: int = 0
-    lost_events: int = 0
-    """How often the engine's events were lost for good."""
-
-
-class RankFeed:
-    """One rank: its mirror, its seqs, its counts."""
-
-    def __init__(self, instance: Instance, dp_rank: GlobalRank, model: str, block_size: int) -> None:
-        self.instance = instance
-        self.dp_rank = dp_rank
-        self.mirror = Mirror(model, block_size)
-        self.counts = PublisherCounts()
-        self.seq = 0
-        self.load_seq = 0
-        self.load = EngineLoad()
-
-    def batches(self, changes: Sequence[Change]) -> list[bytes]:
-        """Changes as serialized KvEventBatches in order, each with the next seq and within NATS's limit."""
-        messages = []
-        for group in split_changes(changes):
-            self.seq += 1
-            batch = events_pb2.KvEventBatch(
-                worker_id=self.instance.worker_id,
-                epoch=self.instance.epoch,
-                dp_rank=self.dp_rank,
-                seq=self.seq,
-                events=[self._event(change) for change in group],
-                published_us=time.time_ns() // 1000,
-            )
-            messages.append(batch.SerializeToString())
-        return messages
-
-    def load_report(self, total_blocks: int) -> bytes:
-        """The last load with the mirror's state as of the last seq, serialized."""
-        self.load_seq += 1
-        load = self.load
-        return events_pb2.RankLoad(
-            worker_id=self.instance.worker_id,
-            epoch=self.instance.epoch,
-            dp_rank=self.dp_rank,
-            running=load.running,
-            waiting=load.waiting,
-            deferred=load.deferred,
-            used_blocks=load.used_blocks,
-            total_blocks=total_blocks,
-            preemptions=load.preemptions,
-            prefill_tokens=load.prefill_tokens,
-            queue_time_ms=load.queue_time_ms,
-            kv_seq=self.seq,
-            kv_digest=self.mirror.digest,
-            kv_block_count=len(self.mirror),
-            published_us=time.time_ns() // 1000,
-            load_seq=self.load_seq,
-        ).SerializeToString()
-
-    def _event(self, change: Change) -> events_pb2.KvEvent:
-        if isinstance(change, Stored):
-            self.counts.stored_blocks += len(change.blocks)
-            stored = events_pb2.Stored(parent_hash=change.parent, block_hashes=pack_hashes(change.blocks))
-            return events_pb2.KvEvent(stored=stored)
-        if isinstance(change, Removed):
-            self.counts.removed_blocks += len(change.blocks)
-            return events_pb2.KvEvent(removed=events_pb2.Removed(block_hashes=pack_hashes(change.blocks)))
-        return events_pb2.KvEvent(cleared=events_pb2.Cleared())
-
-
-def split_changes(changes: Sequence[Change], most_blocks: int = BATCH_BLOCKS) -> list[list[Change]]:
-    """Groups of changes, in order, that each fit one message of `most_blocks` block hashes."""
-    groups: list[list[Change]] = []
-    group: list[Change] = []
-    room = most_blocks
-    framing = EVENT_BYTES // 8
-    for change in itertools.chain.from_iterable(_parts(change, most_blocks - framing) for change in changes):
-        blocks = framing + (0 if isinstance(change, Cleared) else len(change.blocks))
-        if group and blocks > room:
-            groups.append(group)
-            group, room = [], most_blocks
-        group.append(change)
-        room -= blocks
-    if group:
-        groups.append(group)
-    return groups
-
-
-def _parts(change: Change, most: int) -> list[Change]:
-    if isinstance(change, Cleared) or len(change.blocks) <= most:
-        return [change]
-    parts: list[Change] = []
-    for start in range(0, len(change.blocks), most):
-        blocks = change.blocks[start : start + most]
-        if isinstance(change, Removed):
-            parts.append(Removed(blocks))
-        else:
-            parts.append(Stored(change.blocks[start - 1] if start else change.parent, blocks))
-    return parts
-
-
-@dataclass(frozen=True, slots=True)
-class RankSnapshot:
-    """What a rank holds as of `seq`."""
-
-    seq: int
-    blocks: array[int]
-    digest: int
 
 
 class Publisher:
@@ -232,8 +106,7 @@ class Publisher:
 
     def snapshot(self, local_rank: LocalRank) -> RankSnapshot:
         """The rank's blocks as of its last seq."""
-        feed = self._feeds[local_rank]
-        return RankSnapshot(feed.seq, feed.mirror.snapshot(), feed.mirror.digest)
+        return self._feeds[local_rank].snapshot()
 
     async def run(self, url: str) -> None:
         """Connect (for as long as it takes) and send until cancelled."""
@@ -264,7 +137,7 @@ class Publisher:
     def _send(self, feed: RankFeed, changes: Sequence[Change]) -> None:
         if not changes:
             return
-        for message in feed.batches(changes):
+        for message in feed.batches(changes, _now_us()):
             feed.counts.batches += 1
             if not self._connected() or self._queued_bytes + len(message) > MAX_QUEUED_BYTES:
                 feed.counts.dropped_batches += 1
@@ -307,7 +180,7 @@ class Publisher:
             feed.load = loads[local_rank]
             # A load is never kept for a later connection: it would be taken as fresh.
             subject = bus.load_subject(self._dp_group, self._instance.worker_id, feed.dp_rank)
-            sent = await self._publish(client, subject, feed.load_report(self._total_blocks))
+            sent = await self._publish(client, subject, feed.load_report(self._total_blocks, _now_us()))
             feed.counts.loads += sent
             feed.counts.dropped_loads += not sent
 
@@ -330,3 +203,7 @@ class Publisher:
             log.debug("publish failed", subject=subject, error=str(error))
             return False
         return True
+
+
+def _now_us() -> int:
+    return time.time_ns() // 1000

@@ -10,6 +10,7 @@ import itertools
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 from rankway import logs
@@ -207,11 +208,11 @@ class Running:
             self._timer = asyncio.get_running_loop().call_later(order.timeout_s, self._expire)
         self._choices = [self._choice(index, serial) for index in range(order.sampling.n)]
         for choice in self._choices:
-            if self._left and not choice.ended_in_resume():
+            if self._left and not (order.resume and choice.resume(order.resume, order.sampling)):
                 self._requests.engine.submit(self._engine_request(choice))
 
     def abort(self) -> None:
-        """Nobody waits for it any more: the engine drops it, the receiver hears nothing more. Idempotent."""
+        """Nobody waits for it any more: the engine drops it, the receiver hears nothing more of it. Idempotent."""
         if self._left:
             self._counts.aborted += 1
             self._stop()
@@ -221,6 +222,11 @@ class Running:
         if self._left:
             self._counts.failed += 1
             self._stop(error)
+
+    def choice_ended(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self._end()
 
     def _expire(self) -> None:
         self.fail(DeadlineExceeded(f"request {self._order.request_id}: its time of {self._order.timeout_s:.3f} s has passed"))
@@ -233,11 +239,6 @@ class Running:
             self._receiver.failed(self._order.stream, error)
         self._end()
 
-    def _choice_ended(self) -> None:
-        self._left -= 1
-        if not self._left:
-            self._end()
-
     def _end(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -246,9 +247,10 @@ class Running:
         self._receiver.ended(self._order.stream)
 
     def _choice(self, index: int, serial: int) -> _Choice:
-        sampling = self._order.sampling
-        text = OutputText(self._requests.tokenizer.stream(), sampling.stop, sampling.min_tokens, self._order.resume_chars)
-        return _Choice(self, index, f"{self._order.request_id}.{serial}.{index}", text)
+        order, requests = self._order, self._requests
+        text = OutputText(requests.tokenizer.stream(), order.sampling.stop, order.sampling.min_tokens, order.resume_chars)
+        deliver = partial(self._receiver.delta, order.stream, index)
+        return _Choice(self, f"{order.request_id}.{serial}.{index}", index, text, deliver, self._counts, len(order.prompt))
 
     def _engine_request(self, choice: _Choice) -> EngineRequest:
         order, sampling = self._order, self._order.sampling
@@ -268,82 +270,82 @@ class Running:
             index=choice.index,
         )
 
+    def abort_choice(self, choice: _Choice) -> None:
+        """The engine need not go on with a choice."""
+        self._requests.engine.abort(choice.engine_id)
+
 
 class _Choice:
-    """One of a request's n choices."""
+    """One of a request's n choices. `deliver` is the receiver's `delta` with stream and index filled in."""
 
-    __slots__ = ("_counts", "_deliver", "_done", "_prompt_len", "_running", "_stream", "_text", "engine_id", "index")
+    __slots__ = ("_counts", "_deliver", "_done", "_prompt_len", "_running", "_text", "engine_id", "index")
 
-    def __init__(self, running: Running, index: int, engine_id: str, text: OutputText) -> None:
-        self.index = index
+    def __init__(
+        self,
+        running: Running,
+        engine_id: str,
+        index: int,
+        text: OutputText,
+        deliver: Callable[..., None],
+        counts: RankCounts,
+        prompt_len: int,
+    ) -> None:
         self.engine_id = engine_id
+        self.index = index
         self._running = running
         self._text = text
+        self._deliver = deliver
+        self._counts = counts
+        self._prompt_len = prompt_len
         self._done = False
-        self._counts = running._counts
-        self._deliver: Callable[..., None] = running._receiver.delta
-        self._stream = running._order.stream
-        self._prompt_len = len(running._order.prompt)
 
-    def ended_in_resume(self) -> bool:
+    def resume(self, tokens: array[int], sampling: Sampling) -> bool:
         """Take in the output made elsewhere; True if that was all of it (the choice is ended then)."""
-        order = self._running._order
-        if not order.resume:
-            return False
-        text, _, stopped = self._text.push(order.resume)
+        text, _, stopped = self._text.push(tokens)
         finish = None
         if stopped:
             finish = Finish.STOP
-        elif len(order.resume) >= (order.sampling.max_tokens or 0):
+        elif len(tokens) >= (sampling.max_tokens or 0):
             finish = Finish.LENGTH
             text += self._text.finish()
         if text or finish is not None:
-            self._deliver(self._stream, self.index, (), text, (), finish, None)
+            self._deliver((), text, (), finish, None)
         if finish is None:
             return False
         self._done = True
-        self._running._choice_ended()
+        self._running.choice_ended()
         return True
 
     def abort(self) -> None:
         if not self._done:
             self._done = True
-            self._running._requests.engine.abort(self.engine_id)
+            self._running.abort_choice(self)
 
     def emit(self, output: EngineOutput) -> None:
         """What an engine step did for this choice."""
         if self._done:
             return
-        tokens, finish, logprobs = output.tokens, output.finish, output.logprobs
-        if finish is None and output.error is None:
-            text, count, stopped = self._text.push(tokens)
-            if stopped:
-                finish = Finish.STOP
-                self.abort()
-                tokens, logprobs = tokens[:count], logprobs[:count]
-        elif output.error is not None:
+        if output.error is not None:
             self._done = True
             self._running.fail(output.error)
             return
-        else:
-            self._done = True
-            text, tokens, logprobs, finish = self._last(output)
-        cached = output.cached_tokens
+        tokens, logprobs, finish = output.tokens, output.logprobs, output.finish
+        # The token that stopped it (end of sequence, a stop token) is one of the tokens, but not of the text.
+        text, count, stopped = self._text.push(tokens[:-1] if finish is Finish.STOP else tokens)
+        if stopped:
+            tokens, logprobs = tokens[:count], logprobs[:count]
+            if finish is None:
+                self.abort()
+            finish = Finish.STOP
+        elif finish is not None:
+            text += self._text.finish()
         self._counts.output_tokens += len(tokens)
+        cached = output.cached_tokens
         if cached is not None:
             # A resumed request may find generated tokens in the cache too.
             cached = min(cached, self._prompt_len)
             self._counts.cached_tokens += cached
-        self._deliver(self._stream, self.index, tokens, text, logprobs, finish, cached)
+        self._deliver(tokens, text, logprobs, finish, cached)
         if finish is not None:
-            self._running._choice_ended()
-
-    def _last(self, output: EngineOutput) -> tuple[str, Sequence[int], Sequence[Logprob], Finish | None]:
-        """(text, tokens, logprobs, finish) of the output that ended the choice."""
-        tokens, logprobs = output.tokens, output.logprobs
-        # The token that stopped it (end of sequence, a stop token) is part of the tokens, not of the text.
-        spoken = tokens[:-1] if output.finish is Finish.STOP else tokens
-        text, count, stopped = self._text.push(spoken)
-        if stopped:
-            return text, tokens[:count], logprobs[:count], Finish.STOP
-        return text + self._text.finish(), tokens, logprobs, output.finish
+            self._done = True
+            self._running.choice_ended()

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import socket
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 
 from rankway import logs, rpc, service
-from rankway.errors import EngineFailed, Unsupported
+from rankway.errors import EngineFailed
 from rankway.ranks import Instance
 from rankway.registry.client import LeaseKeeper, RegistryClient
 from rankway.registry.records import Record, State
-from rankway.tokenizer import BYTE_LEVEL, Tokenizer
+from rankway.tokenizer import Tokenizer
 from rankway.v1 import generate_pb2_grpc, worker_pb2_grpc
 from rankway.worker.engine import Engine, EngineInfo
+from rankway.worker.engines import build_engine, load_tokenizer
 from rankway.worker.intake import Limits
 from rankway.worker.metrics import WorkerCollector
 from rankway.worker.publisher import Publisher
 from rankway.worker.requests import Requests
 from rankway.worker.servicer import SERVICE_NAMES, GenerationServicer, WorkerServicer
 from rankway.worker.settings import WorkerSettings
-from rankway.worker.sim_engine import SimEngine
-from rankway.worker.sim_tokens import NO_EOS, WORDS, Vocabulary
-from rankway.worker.simulator import SimConfig
 
 log = logs.get("worker")
 
@@ -36,14 +32,6 @@ CLOSE_GRACE_S = 0.5
 """For the last messages of streams once nothing runs any more."""
 
 FLUSH_TIMEOUT_S = 1.0
-
-SIM_BLOCK_SIZE = 16
-SIM_KV_BLOCKS = 16_384
-SIM_MODEL_LEN = 131_072
-SIM_MAX_NUM_SEQS = 256
-SIM_MAX_NUM_BATCHED_TOKENS = 8_192
-SIM_MODEL = "sim"
-"""The simulator's model where no --model and no --served-model-name is given."""
 
 T = TypeVar("T")
 
@@ -240,74 +228,6 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None
         for waited in (task, stopped):
             waited.cancel()
         await asyncio.gather(task, stopped, return_exceptions=True)
-
-
-def load_tokenizer(directory: str) -> Tokenizer:
-    """The tokenizer of a model's directory, or the byte-level one where there is no model. Blocking.
-
-    Raises:
-        OSError, ValueError: the files aren't there or aren't what they should be.
-    """
-    return Tokenizer.load(directory) if directory else Tokenizer.byte_level()
-
-
-def build_engine(settings: WorkerSettings, engine_argv: Sequence[str]) -> Engine:
-    """The engine that the settings name, not started. Blocking: vLLM takes seconds to import.
-
-    Raises:
-        Unsupported: vLLM isn't installed, or flags for an engine that takes none.
-    """
-    if settings.engine == "vllm":
-        try:
-            vllm_engine = importlib.import_module("rankway.worker.vllm_engine")
-        except ModuleNotFoundError as error:
-            if error.name is None or error.name.partition(".")[0] not in ("vllm", "torch"):
-                raise
-            raise Unsupported("engine", "vllm isn't installed; install it with: pip install 'rankway[vllm]'") from None
-        engine: Engine = vllm_engine.build(settings, engine_argv)
-        return engine
-    if engine_argv:
-        raise Unsupported("engine flags", f"the simulator takes none after --, but got {' '.join(engine_argv)}")
-    return _simulator(settings)
-
-
-def _simulator(settings: WorkerSettings) -> Engine:
-    tokenizer = load_tokenizer(settings.model)
-    blocks = settings.num_kv_blocks or SIM_KV_BLOCKS
-    block_size = settings.block_size or SIM_BLOCK_SIZE
-    room = blocks * block_size
-    config = SimConfig(
-        block_size=block_size,
-        total_blocks=blocks,
-        max_num_seqs=settings.max_num_seqs or SIM_MAX_NUM_SEQS,
-        max_num_batched_tokens=settings.max_num_batched_tokens or SIM_MAX_NUM_BATCHED_TOKENS,
-        max_model_len=settings.max_model_len or min(room, SIM_MODEL_LEN),
-        prefill_tokens_per_s=settings.sim_prefill_tokens_per_s,
-        decode_ms=settings.sim_decode_ms,
-        speedup=settings.speedup,
-    )
-    pattern = "{} " if tokenizer.fingerprint == BYTE_LEVEL else " {}"
-    vocabulary = Vocabulary(
-        [tokenizer.encode(pattern.format(word), add_special_tokens=False) for word in WORDS],
-        tokenizer.vocab_size,
-        tokenizer.eos_token_ids[0] if tokenizer.eos_token_ids else NO_EOS,
-        settings.sim_eos_probability,
-    )
-    return SimEngine(
-        model_name(settings),
-        settings.window,
-        settings.data_parallel_size or settings.window.end,
-        config,
-        vocabulary,
-        settings.lora_adapters,
-    )
-
-
-def model_name(settings: WorkerSettings) -> str:
-    """The simulator's canonical model name: the first served name, else that of the model's directory."""
-    if settings.served_model_name:
-        return settings.served_model_name[0]
-    return Path(settings.model).resolve().name if settings.model else SIM_MODEL
 
 
 def _reachable(host: str, port: int) -> str:

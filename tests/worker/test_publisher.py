@@ -22,8 +22,9 @@ from rankway.ranks import DpRange, GlobalRank, Instance, LocalRank
 from rankway.v1 import events_pb2, generate_pb2, types_pb2, worker_pb2
 from rankway.worker import publisher
 from rankway.worker.engine import AllBlocksCleared, BlockStored, EngineInfo, EngineLoad
+from rankway.worker.feed import RankFeed, split_changes
 from rankway.worker.mirror import Change, Cleared, Removed, Stored
-from rankway.worker.publisher import Publisher, RankFeed, split_changes
+from rankway.worker.publisher import Publisher
 
 INFO = EngineInfo("sim", "1", "m", DpRange(4, 2), 8, 4, 100, 8, 64, 1000, 512)
 
@@ -45,7 +46,7 @@ def blocks(count: int, first: int = 0) -> BlockStored:
 def test_batches_count_from_one() -> None:
     """Each batch has the next seq, and says whose it is."""
     feed = make_feed()
-    messages = feed.batches([Stored(None, hashes(1, 2))]) + feed.batches([Removed(hashes(1)), Cleared()])
+    messages = feed.batches([Stored(None, hashes(1, 2))], 0) + feed.batches([Removed(hashes(1)), Cleared()], 0)
     first, second = map(events_pb2.KvEventBatch.FromString, messages)
     assert (first.worker_id, first.epoch, first.dp_rank, first.seq, second.seq) == ("w1", 7, 5, 1, 2)
     assert not first.events[0].stored.HasField("parent_hash")
@@ -55,7 +56,7 @@ def test_batches_count_from_one() -> None:
 
 def test_a_parent_of_zero_is_not_absent() -> None:
     """Hash 0 is a hash: the parent is told by presence."""
-    (message,) = make_feed().batches([Stored(0, hashes(1))])
+    (message,) = make_feed().batches([Stored(0, hashes(1))], 0)
     assert events_pb2.KvEventBatch.FromString(message).events[0].stored.HasField("parent_hash")
 
 
@@ -94,7 +95,7 @@ def test_a_split_keeps_order_content_and_parents(changes: list[Change], most: in
 def test_a_batch_over_the_payload_limit_is_split() -> None:
     """300,000 blocks are several messages, each within NATS's limit, with seqs in a row."""
     feed = make_feed()
-    messages = feed.batches([Stored(None, hashes(*range(300_000)))])
+    messages = feed.batches([Stored(None, hashes(*range(300_000)))], 0)
     assert len(messages) == 3
     assert max(map(len, messages)) <= bus.MAX_PAYLOAD_BYTES
     batches = list(map(events_pb2.KvEventBatch.FromString, messages))
@@ -104,21 +105,21 @@ def test_a_batch_over_the_payload_limit_is_split() -> None:
 
 def test_many_small_events_stay_within_the_payload_limit() -> None:
     """Framing counts: 100,000 removals of one block each are split too."""
-    messages = make_feed().batches([Removed(hashes(2**64 - 1 - i)) for i in range(100_000)])
+    messages = make_feed().batches([Removed(hashes(2**64 - 1 - i)) for i in range(100_000)], 0)
     assert max(map(len, messages)) <= bus.MAX_PAYLOAD_BYTES
 
 
 def test_a_load_is_consistent_with_its_seq() -> None:
     """A load carries digest and count of the blocks as of the seq that it names."""
     feed = make_feed()
-    feed.batches(feed.mirror.apply([blocks(3)]))
-    first = events_pb2.RankLoad.FromString(feed.load_report(100))
+    feed.batches(feed.mirror.apply([blocks(3)]), 0)
+    first = events_pb2.RankLoad.FromString(feed.load_report(100, 0))
     digest = 0
     for block in feed.mirror.snapshot():
         digest ^= mix(block)
     assert (first.kv_seq, first.kv_block_count, first.kv_digest, first.load_seq) == (1, 3, digest, 1)
-    feed.batches(feed.mirror.apply([AllBlocksCleared()]))
-    second = events_pb2.RankLoad.FromString(feed.load_report(100))
+    feed.batches(feed.mirror.apply([AllBlocksCleared()]), 0)
+    second = events_pb2.RankLoad.FromString(feed.load_report(100, 0))
     assert (second.kv_seq, second.kv_block_count, second.kv_digest, second.load_seq) == (2, 0, 0, 2)
 
 

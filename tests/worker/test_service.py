@@ -21,7 +21,8 @@ from harness.worker import FakeRegistry, LiveWorker, live_worker
 from rankway.errors import EngineFailed, Outdated, RankwayError
 from rankway.tokenizer import Tokenizer
 from rankway.v1 import generate_pb2, registry_pb2, types_pb2, worker_pb2
-from rankway.worker import service
+from rankway.worker import engines
+from rankway.worker.settings import WorkerSettings
 from rankway.worker.sim_engine import SimEngine
 from rankway.worker.sim_tokens import WORDS
 
@@ -181,7 +182,7 @@ class DyingEngine(SimEngine):
 
 async def test_the_death_of_the_engine_ends_requests_and_the_worker(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests end with UNAVAILABLE and the cause, the worker deregisters, and its run raises the cause."""
-    monkeypatch.setattr(service, "SimEngine", DyingEngine)
+    monkeypatch.setattr(engines, "SimEngine", DyingEngine)
     async with live_worker(registry, sim_speedup=1.0, sim_decode_ms=50.0) as worker:
         call = worker.generation.Generate(request(max_tokens=1000))
         await call.read()
@@ -210,7 +211,7 @@ async def test_an_engine_that_cannot_start_ends_the_worker(registry: Registry, m
         async def start(self, sink: Any) -> Any:
             raise EngineFailed("no GPU")
 
-    monkeypatch.setattr(service, "SimEngine", Broken)
+    monkeypatch.setattr(engines, "SimEngine", Broken)
     with pytest.raises(EngineFailed, match="no GPU"):
         async with live_worker(registry):
             pass
@@ -266,4 +267,4 @@ def test_flags_after_the_dashes_are_the_engines() -> None:
     assert split_argv(["--size", "2", "--", "--a", "--", "b"]) == (["--size", "2"], ["--a", "--", "b"])
     assert split_argv(["--size", "2"]) == (["--size", "2"], [])
     with pytest.raises(RankwayError, match="takes none"):
-        service.build_engine(service.WorkerSettings(), ["--x"])
+        engines.build_engine(WorkerSettings(), ["--x"])

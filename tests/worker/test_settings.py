@@ -9,7 +9,7 @@ import pytest
 
 from rankway import settings as settings_module
 from rankway.ranks import DpRange
-from rankway.worker import service
+from rankway.worker import engines
 from rankway.worker.settings import WorkerSettings
 
 
@@ -59,11 +59,11 @@ def test_a_worker_without_a_name_is_named_after_its_machine_and_window() -> None
 def test_a_simulator_that_could_never_serve_its_longest_prompt_is_refused() -> None:
     """max_model_len beyond the KV cache of a rank is refused at start, naming both."""
     with pytest.raises(ValueError, match=r"max_model_len=4096: 10 KV blocks of 16"):
-        service.build_engine(WorkerSettings(num_kv_blocks=10, max_model_len=4096), [])
+        engines.build_engine(WorkerSettings(num_kv_blocks=10, max_model_len=4096), [])
 
 
 def test_the_model_is_named_after_its_directory_unless_told_otherwise(tokenizer_directory: str) -> None:
     """Canonical model name: the first served name, else the directory's, else "sim"."""
-    assert service.model_name(WorkerSettings()) == "sim"
-    assert service.model_name(WorkerSettings(model=tokenizer_directory)) == "tiny"
-    assert service.model_name(WorkerSettings(model=tokenizer_directory, served_model_name=("a", "b"))) == "a"
+    assert engines.model_name(WorkerSettings()) == "sim"
+    assert engines.model_name(WorkerSettings(model=tokenizer_directory)) == "tiny"
+    assert engines.model_name(WorkerSettings(model=tokenizer_directory, served_model_name=("a", "b"))) == "a"
