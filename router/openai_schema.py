@@ -213,7 +213,10 @@ def _field_error(message: str, body: bytes) -> RankwayError:
 
 
 def _value_at(body: bytes, path: str) -> object:
-    value: Any = msgspec.json.decode(body)
+    try:
+        value: Any = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return f"{len(body)} bytes"  # the place comes before the first thing that isn't even JSON
     for index, name in _STEP.findall(path):
         if index.isdigit() and isinstance(value, list) and int(index) < len(value):
             value = value[int(index)]

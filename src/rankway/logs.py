@@ -12,6 +12,9 @@ import structlog
 
 LEVELS = ("debug", "info", "warning", "error")
 
+# No local variables: they hold prompts and API keys.
+_tracebacks = structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False))
+
 
 def configure(level: str, *, service: str, json: bool | None = None) -> None:
     """Set up structlog for this process, on standard error. `json` None: JSON unless stderr is a terminal."""
@@ -22,7 +25,7 @@ def configure(level: str, *, service: str, json: bool | None = None) -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.StackInfoRenderer(),
-            structlog.processors.dict_tracebacks if as_json else structlog.processors.format_exc_info,
+            _tracebacks if as_json else structlog.processors.format_exc_info,
             structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),

@@ -136,6 +136,7 @@ class House:
     address: str
     host: str
     port: int
+    clients: list[Client] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -159,7 +160,15 @@ class House:
 
     async def connect(self) -> Client:
         reader, writer = await asyncio.open_connection(self.host, self.port, limit=2**26)
-        return Client(reader, writer)
+        client = Client(reader, writer)
+        self.clients.append(client)
+        return client
+
+    async def close(self) -> None:
+        """Close every client's connection."""
+        for client in self.clients:
+            client.abort()
+        await asyncio.gather(*(client.writer.wait_closed() for client in self.clients), return_exceptions=True)
 
 
 @dataclass(frozen=True)
@@ -238,6 +247,25 @@ class Client:
             body = await asyncio.wait_for(self.reader.read(), 10)
         return Answer(status, headers, body)
 
+    async def broken_stream(self) -> bytes:
+        """The body of a stream that breaks off without its regular end."""
+        body = b""
+        try:
+            while chunk := await self.chunk():
+                body += chunk
+        except asyncio.IncompleteReadError as error:
+            if error.partial:
+                raise
+            return body
+        raise AssertionError("the stream ended regularly")
+
+    async def answer_of_open_stream(self) -> list[str]:
+        """The data of the events up to the regular end of a stream whose head has been read."""
+        body = b""
+        while chunk := await self.chunk():
+            body += chunk
+        return Answer(200, {}, body).events
+
     async def closed(self) -> bytes:
         """What still comes until the server closes."""
         return await asyncio.wait_for(self.reader.read(), 10)
@@ -271,13 +299,15 @@ async def open_house(
         intake,
         dispatcher,
         limits,
-        rate_limit or RateLimit(0, 1),
+        RateLimit(0, 1) if rate_limit is None else rate_limit,
         CollectorRegistry(),
         lambda: "" if fleet.windows else "no worker",
     )
     listening = await door.start("127.0.0.1:0")
+    house = House(door, fleet, dispatcher, intake, str(listening), listening.host, listening.port)
     try:
-        yield House(door, fleet, dispatcher, intake, str(listening), listening.host, listening.port)
+        yield house
     finally:
+        await house.close()
         await door.stop(0)
         await intake.close()
