@@ -104,6 +104,7 @@ class RouterCollector(Collector):
             "rankway_router_links", "Workers that answer on their Attach.", sum(link.connected for link in observed.links)
         )
         yield GaugeMetricFamily("rankway_router_in_flight", "Requests under way.", len(observed.dispatcher.flights))
+        yield GaugeMetricFamily("rankway_router_tasks", "asyncio tasks of the router.", len(asyncio.all_tasks(self._loop)))
         yield GaugeMetricFamily("rankway_router_grpc_streams", "Generate streams.", observed.generation.active)
         yield GaugeMetricFamily("rankway_router_reservations", "Living reservations.", len(observed.dispatcher.reservations))
         for name, text, value in (
