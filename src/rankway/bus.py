@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import nats
 from nats.aio.client import Client
+from nats.aio.transport import TcpTransport
 
 from rankway import logs
 from rankway.ranks import check_name
@@ -44,6 +45,46 @@ class BusStatus:
     reconnected: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+class _Transport(TcpTransport):
+    """uvloop raises RuntimeError where asyncio raises OSError: on a write to a connection that has just been closed.
+
+    nats-py takes that for a bug of its caller: its reconnecting would end, and `publish` would raise it.
+    """
+
+    def write(self, payload: bytes) -> None:
+        try:
+            super().write(payload)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise ConnectionResetError(str(error)) from None
+
+    def writelines(self, payload: list[bytes]) -> None:
+        try:
+            super().writelines(payload)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise ConnectionResetError(str(error)) from None
+
+    async def drain(self) -> None:
+        try:
+            await super().drain()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise ConnectionResetError(str(error)) from None
+
+
+class _Client(Client):
+    """A client that is closed by `close` alone: an error that the server reports makes it reconnect, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._transport = _Transport()  # type: ignore[no-untyped-call]
+
+    async def _process_err(self, err_msg: str) -> None:
+        error = nats.errors.Error(f"nats: {err_msg}")
+        if "permissions violation" in err_msg.lower():
+            await self._error_cb(error)
+        else:
+            await self._process_op_err(error)
+
+
 async def connect(url: str, *, name: str, pending_bytes: int = 8 * 2**20) -> tuple[Client, BusStatus]:
     """A connected client and its status. Waits for the first connection for as long as it takes.
 
@@ -54,7 +95,7 @@ async def connect(url: str, *, name: str, pending_bytes: int = 8 * 2**20) -> tup
     """
     check_name("name", name)
     status = BusStatus()
-    client = Client()
+    client = _Client()
     waiting = False
 
     async def on_error(error: Exception) -> None:

@@ -1,0 +1,58 @@
+"""NATS connections under faults."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import nats.errors
+import pytest
+from harness.nats import NatsServer
+from harness.proxies import TcpProxy
+from harness.waiting import eventually
+
+from rankway import bus
+from rankway.errors import InvalidField
+
+
+async def test_cuts_while_publishing_end_in_a_reconnect(nats_server: NatsServer) -> None:
+    """However a connection breaks, `publish` raises nothing but NATS's errors and OSError, and the client comes back."""
+    proxy = TcpProxy(lambda: ("127.0.0.1", nats_server.port))
+    await proxy.start()
+    client, status = await bus.connect(f"nats://{proxy.address}", name="test")
+    for _ in range(5):
+        cut = asyncio.get_running_loop().call_later(0.02, proxy.cut)
+        while client.is_connected:
+            with suppress(nats.errors.Error, OSError):
+                await client.publish("subject", bytes(10_000))
+            await asyncio.sleep(0)
+        cut.cancel()
+        await eventually(lambda: client.is_connected)
+    await client.flush()
+    assert status.disconnects >= 5
+    assert status.reconnected.is_set()
+    await client.close()
+    await proxy.stop()
+
+
+async def test_an_error_from_the_server_does_not_close_the_client(nats_server: NatsServer) -> None:
+    """Where the server ends the connection with an error the client connects again, subscriptions included."""
+    client, status = await bus.connect(nats_server.url, name="test")
+    heard: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def hear(message: object) -> None:
+        heard.put_nowait(message.data)  # type: ignore[attr-defined]
+
+    await client.subscribe("subject", cb=hear)
+    client._transport.write(b"NONSENSE\r\n")
+    await asyncio.wait_for(status.reconnected.wait(), 5)
+    assert not client.is_closed
+    await client.publish("subject", b"back")
+    assert await asyncio.wait_for(heard.get(), 5) == b"back"
+    await client.close()
+
+
+async def test_a_name_is_checked(nats_server: NatsServer) -> None:
+    """A connection's name has the characters of a NATS token."""
+    with pytest.raises(InvalidField, match="name"):
+        await bus.connect(nats_server.url, name="a b")
