@@ -77,6 +77,11 @@ class Sharing:
         """Other routers heard of lately."""
         return self._others.routers
 
+    @property
+    def connected(self) -> bool:
+        """Whether NATS can be reached now."""
+        return self._client is not None and self._client.is_connected
+
     def notify(self) -> None:
         """There is something to tell."""
         self._changed.set()
@@ -119,6 +124,7 @@ class Sharing:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._full_wanted.wait(), FULL_EVERY_S)
             self._full_wanted.clear()
+            self._others.tidy(self._clock())
             await self._publish_full()
             await asyncio.sleep(ANSWER_PAUSE_S)
 

@@ -81,6 +81,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.attached = 0
         self._server: grpc.aio.Server | None = None
 
+    @property
+    def serving(self) -> bool:
+        return self._server is not None
+
     async def serve(self) -> Record:
         """Listen; returns the record with the endpoint in it."""
         port = await self._listen("127.0.0.1:0")

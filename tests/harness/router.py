@@ -73,12 +73,14 @@ class TestRouter:
         given = {"share_bookings": False, "router_id": "r1", "recent_weight": 0.0}
         self.settings = RouterSettings(**(given | settings))
         self.parts = service.build(self.settings, self.settings.router_id)
-        self._sweeper = asyncio.create_task(self._sweep())
+        self._tasks = [asyncio.create_task(self._sweep())]
+        if self.parts.sharing is not None:
+            self._tasks.append(asyncio.create_task(self.parts.sharing.run()))
         self._server: rpc.Server | None = None
 
     async def join(self, worker: FakeWorker) -> None:
-        """Start a worker and attach to it."""
-        record = await worker.serve()
+        """Attach to a worker, which is started unless it serves already."""
+        record = worker.record if worker.serving else await worker.serve()
         self.parts.members.apply(Put(record))
         await eventually(lambda: self.parts.eligibility.is_connected(record.instance))
 
@@ -110,8 +112,9 @@ class TestRouter:
         )
 
     async def close(self) -> None:
-        self._sweeper.cancel()
-        await asyncio.gather(self._sweeper, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._server is not None:
             await self._server.stop(0)
         await self.parts.links.close()
