@@ -16,6 +16,10 @@ _LATE_S = 0.05
 """A step that starts this much late still counts from when it was due, so that the mean rate holds."""
 
 
+_EARLY_S = 0.001
+"""A step that is due within this is taken now: the event loop's timers are no finer, and may fire early by half of it."""
+
+
 class SimEngine:
     """`Engine` over one `Simulator` a rank.
 
@@ -69,15 +73,16 @@ class SimEngine:
         while not self._stopping:
             self._wake.clear()
             now = loop.time()
+            soon = now + _EARLY_S
             due = math.inf
             for local_rank, simulator in enumerate(self._ranks):
                 if simulator.idle and simulator.due is None:
                     continue
-                if simulator.due is None or simulator.due <= now:
+                if simulator.due is None or simulator.due <= soon:
                     self._step(LocalRank(local_rank), now)
                 if simulator.due is not None:
                     due = min(due, simulator.due)
-            if due <= now:
+            if due <= soon:
                 await asyncio.sleep(0)
             else:
                 await self._sleep_until(loop, due)
