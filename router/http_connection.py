@@ -233,8 +233,8 @@ class Connection(asyncio.Protocol):
         head_before = self._headers if self._head_bytes else None
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._last_request = True  # no other protocol is spoken: the request is answered, what follows it is not read
+        except httptools.HttpParserUpgrade as upgrade:
+            self._stay_with_http(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
             self.state.malformed += 1
             self._refusal = self._refusal or (400, f"malformed HTTP: {error}")
@@ -308,14 +308,14 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._in_body = False
-        if self._refusal is not None or self._closing:
-            return
         parser = self._parser
+        if self._refusal is not None or self._closing or parser.should_upgrade():
+            return
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         http10 = parser.get_http_version() == "1.0"
         method = parser.get_method().decode("latin-1")
         exchange = Exchange(self, method, self._target, self._headers, body, http10=http10)
-        exchange.keep_alive = not http10 and parser.should_keep_alive() and not parser.should_upgrade()
+        exchange.keep_alive = not http10 and parser.should_keep_alive()
         self._body = []
         self._waiting.append(exchange)
         held = sum(len(waiting.body) for waiting in self._waiting)
@@ -373,6 +373,17 @@ class Connection(asyncio.Protocol):
             self._current = exchange
             self.deadline = _NEVER
             self.state.handle(exchange)
+
+    def _stay_with_http(self, rest: bytes) -> None:
+        """The client offers another protocol after its request's head: read the request again as if it didn't."""
+        method = self._parser.get_method()
+        if method == b"CONNECT":
+            self._refusal = (405, "this is no proxy")
+            return
+        headers = {name: value for name, value in self._headers.items() if name not in (b"upgrade", b"connection")}
+        lines = [b"%b: %b\r\n" % header for header in headers.items()]
+        self._parser = httptools.HttpRequestParser(self)
+        self.data_received(b"%b %b HTTP/1.1\r\n%b\r\n%b" % (method, self._target, b"".join(lines), rest))
 
     def _check_head_bytes(self, seen: int) -> None:
         limit = self.state.limits.header_bytes
