@@ -9,6 +9,7 @@ VOCABULARY = 512
 EOS = 257
 MAX_MODEL_LEN = 2048
 _HIDDEN = 64
+_INTERMEDIATE = 128
 _LAYERS = 2
 _HEADS = 4
 _KV_HEADS = 2
@@ -19,7 +20,7 @@ CONFIG = {
     "model_type": "llama",
     "torch_dtype": "bfloat16",
     "hidden_size": _HIDDEN,
-    "intermediate_size": 128,
+    "intermediate_size": _INTERMEDIATE,
     "num_hidden_layers": _LAYERS,
     "num_attention_heads": _HEADS,
     "num_key_value_heads": _KV_HEADS,
@@ -41,10 +42,41 @@ MOE = {
 }
 
 
-def write_model(directory: Path, config: dict[str, object] = CONFIG) -> Path:
-    """A model directory whose weights vLLM makes up (--load-format dummy)."""
+def write_config(directory: Path, config: dict[str, object] = CONFIG) -> Path:
+    """A model directory without weights, for configurations and --load-format=dummy."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def write_model(directory: Path) -> Path:
+    """A model directory with random weights, large enough that the likeliest token is clear."""
+    import torch
+    from safetensors.torch import save_file
+
+    write_config(directory)
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * 0.3).to(torch.bfloat16)
+
+    tensors = {"model.embed_tokens.weight": random(VOCABULARY, _HIDDEN), "lm_head.weight": random(VOCABULARY, _HIDDEN)}
+    tensors["model.norm.weight"] = torch.ones(_HIDDEN, dtype=torch.bfloat16)
+    shapes = {
+        "self_attn.q_proj": (_HEADS * _HEAD_DIM, _HIDDEN),
+        "self_attn.k_proj": (_KV_HEADS * _HEAD_DIM, _HIDDEN),
+        "self_attn.v_proj": (_KV_HEADS * _HEAD_DIM, _HIDDEN),
+        "self_attn.o_proj": (_HIDDEN, _HEADS * _HEAD_DIM),
+        "mlp.gate_proj": (_INTERMEDIATE, _HIDDEN),
+        "mlp.up_proj": (_INTERMEDIATE, _HIDDEN),
+        "mlp.down_proj": (_HIDDEN, _INTERMEDIATE),
+    }
+    for layer in range(_LAYERS):
+        for name, shape in shapes.items():
+            tensors[f"model.layers.{layer}.{name}.weight"] = random(*shape)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{layer}.{name}.weight"] = torch.ones(_HIDDEN, dtype=torch.bfloat16)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 

@@ -25,7 +25,6 @@ MODEL_NAME = "tiny"
 
 # One process a rank and no compilation: a start takes seconds.
 QUICK_FLAGS = (
-    "--load-format=dummy",
     "--enforce-eager",
     "--distributed-executor-backend=uni",
     "--block-size=32",
@@ -40,6 +39,8 @@ QUICK_ENVIRON = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
 }
+
+ONE_TOKEN = Sampling(max_tokens=1)
 
 _ids = count()
 
@@ -94,7 +95,7 @@ class Live:
         self,
         local_rank: int | None,
         tokens: Sequence[int],
-        sampling: Sampling = Sampling(max_tokens=1),  # noqa: B008  # frozen
+        sampling: Sampling = ONE_TOKEN,
         *,
         lora: str = "",
         cache_salt: str = "",
@@ -119,9 +120,7 @@ class Live:
         self.engine.submit(EngineRequest(request_id, prompt, len(tokens), sampling, rank, emit, lora, cache_salt))
         return request_id, answer, ended
 
-    async def ask(
-        self, local_rank: int | None, tokens: Sequence[int], sampling: Sampling = Sampling(max_tokens=1), **more: Any
-    ) -> Answer:
+    async def ask(self, local_rank: int | None, tokens: Sequence[int], sampling: Sampling = ONE_TOKEN, **more: Any) -> Answer:
         """The whole answer to a request."""
         _, answer, ended = self.send(local_rank, tokens, sampling, **more)
         await asyncio.wait_for(ended.wait(), 60)
