@@ -41,7 +41,6 @@ _COMMON_OPTIONS = [
 _SERVER_OPTIONS = [
     *_COMMON_OPTIONS,
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.so_reuseport", 0),
 ]
 _CHANNEL_OPTIONS = [
     *_COMMON_OPTIONS,
@@ -66,7 +65,7 @@ class Server:
     """
 
     def __init__(self, service_names: Sequence[str], *, reuse_port: bool = False) -> None:
-        options = [*_SERVER_OPTIONS, ("grpc.so_reuseport", 1)] if reuse_port else _SERVER_OPTIONS
+        options = [*_SERVER_OPTIONS, ("grpc.so_reuseport", int(reuse_port))]
         self.grpc = grpc.aio.server(options=options)
         self._names = tuple(service_names)
         self._health = HealthServicer()

@@ -111,6 +111,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     async def next_start(self) -> Seen:
         return await asyncio.wait_for(self.started.get(), 5)
 
+    async def Snapshot(self, request: worker_pb2.SnapshotRequest, context: Any) -> AsyncIterator[worker_pb2.SnapshotResponse]:
+        """No rank holds anything."""
+        yield worker_pb2.SnapshotResponse(epoch=self.record.epoch)
+
     async def Attach(
         self, requests: AsyncIterator[worker_pb2.AttachRequest], context: Any
     ) -> AsyncIterator[worker_pb2.AttachResponse]:

@@ -10,6 +10,11 @@ import pytest
 from harness.fake_worker import FakeWorker
 from harness.fleet import a_record
 from harness.router import TestRouter
+from hypothesis import settings
+
+# Examples take as long as the machine is busy.
+settings.register_profile("router", deadline=None)
+settings.load_profile("router")
 
 MakeRouter = Callable[..., Awaitable[TestRouter]]
 
