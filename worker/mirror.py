@@ -10,9 +10,10 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from rankway.blocks import mix, root_hash, unpack_hashes
-from rankway.native import hash_chain
+from rankway import native
+from rankway.blocks import root_hash, unpack_hashes
 from rankway.worker.engine import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent
 
 EngineHash = int | bytes
@@ -62,21 +63,29 @@ class Mirror:
     def __init__(self, model: str, block_size: int) -> None:
         self._model = model
         self._block_size = block_size
-        # Engine hash -> [canonical hash, copies].
-        self._known: dict[EngineHash, list[int]] = {}
-        # Canonical hash -> copies under all its engine hashes.
-        self._held: dict[int, int] = {}
+        self._known: dict[EngineHash, int] = {}
+        """Engine hash -> canonical hash, in order of arrival."""
+        self._held = native.open_index()
+        """Slot 0: the canonical blocks of `_known`."""
+        # Only what there is more than one of, which is rare: copies beyond the first of an engine hash, and engine hashes beyond
+        # the first of a canonical one.
+        self._more_copies: dict[EngineHash, int] = {}
+        self._more_names: dict[int, int] = {}
         self._orphans: dict[EngineHash, int] = {}
-        self.digest = 0
-        """XOR of `blocks.mix` over the held blocks."""
+        """Copies of blocks that no known prompt leads to."""
         self.counts = MirrorCounts()
+
+    @property
+    def digest(self) -> int:
+        """XOR of `blocks.mix` over the held blocks."""
+        return self._held.digest(_SLOT)
 
     def __len__(self) -> int:
         """Distinct canonical blocks held."""
-        return len(self._held)
+        return self._held.size(_SLOT)
 
     def __contains__(self, block: int) -> bool:
-        return block in self._held
+        return self._held.contains(_SLOT, block)
 
     def apply(self, events: Sequence[EngineEvent]) -> list[Change]:
         """Take in the events of an engine step; returns what changed, in order."""
@@ -92,17 +101,17 @@ class Mirror:
 
     def clear(self) -> list[Change]:
         """Forget everything; nothing to tell if nothing was held."""
-        self._known.clear()
-        self._orphans.clear()
-        if not self._held:
-            return []
-        self._held.clear()
-        self.digest = 0
-        return [Cleared()]
+        for table in (self._known, self._more_copies, self._more_names, self._orphans):
+            table.clear()
+        return [Cleared()] if self._held.clear(_SLOT) else []
 
     def snapshot(self) -> array[int]:
         """The held blocks in order of arrival: parents first, since engines evict a block's children before it."""
-        return array("Q", self._held)
+        return array("Q", dict.fromkeys(self._known.values()) if self._more_names else self._known.values())
+
+    def copies(self) -> dict[EngineHash, int]:
+        """Physical copies that the engine holds under each of its hashes, orphans included."""
+        return {engine_hash: 1 + self._more_copies.get(engine_hash, 0) for engine_hash in self._known} | self._orphans
 
     def _store(self, event: BlockStored, changes: list[Change]) -> None:
         hashes = event.block_hashes
@@ -118,18 +127,19 @@ class Mirror:
         if event.parent_block_hash is None:
             root = root_hash(self._model, event.lora_name or "", salt)
         else:
-            known = self._known.get(event.parent_block_hash)
-            if known is None:
+            parent = self._known.get(event.parent_block_hash)
+            if parent is None:
                 first = self._leading_known(hashes)
                 if not first:
                     self._skip_orphans(hashes)
                     return
-                self._add(hashes[:first], array("Q", [self._known[h][0] for h in hashes[:first]]), None, changes)
-                known = self._known[hashes[first - 1]]
-            root = parent = known[0]
+                for engine_hash in hashes[:first]:
+                    self._add_copy(engine_hash)
+                parent = self._known[hashes[first - 1]]
+            root = parent
         try:
             tail = event.token_ids[first * self._block_size :]
-            canonical = unpack_hashes(hash_chain(tail, self._block_size, root, extras and extras[first:]))
+            canonical = unpack_hashes(native.hash_chain(tail, self._block_size, root, extras and extras[first:]))
         except ValueError:  # token ids that are none, fewer extra keys than blocks
             self.counts.malformed += len(hashes) - first
             return
@@ -142,64 +152,82 @@ class Mirror:
         """Remember how many copies there are: once the block is known by another copy, all of them count."""
         self.counts.orphans += len(hashes)
         for engine_hash in hashes:
-            known = self._known.get(engine_hash)
-            if known is None:
-                self._orphans[engine_hash] = self._orphans.get(engine_hash, 0) + 1
+            if engine_hash in self._known:
+                self._add_copy(engine_hash)
             else:
-                known[1] += 1
-                self._held[known[0]] += 1
+                self._orphans[engine_hash] = self._orphans.get(engine_hash, 0) + 1
 
     def _add(self, hashes: Sequence[EngineHash], canonical: array[int], parent: int | None, changes: list[Change]) -> None:
+        """Blocks that follow each other, under their engine hashes."""
+        if not self._orphans and self._known.keys().isdisjoint(hashes) and self._hold_new(canonical):
+            # As nearly always: a prompt of 8,192 blocks takes 3 ms this way.
+            self._known.update(zip(hashes, canonical, strict=True))
+            changes.append(Stored(parent, canonical))
+            return
         run: array[int] = array("Q")
-        run_parent = parent
         for engine_hash, block in zip(hashes, canonical, strict=True):
             known = self._known.get(engine_hash)
-            copies = 1
-            if known is None:
-                copies += self._orphans.pop(engine_hash, 0)
-                self._known[engine_hash] = [block, copies]
-            else:
-                known[1] += 1
-                block = known[0]
-            held = self._held.get(block, 0)
-            self._held[block] = held + copies
-            if not held:
-                self.digest ^= mix(block)
+            if known is None and self._add_name(engine_hash, block):
                 run.append(block)
                 continue
+            if known is not None:
+                self._add_copy(engine_hash)
             if run:
-                changes.append(Stored(run_parent, run))
+                changes.append(Stored(parent, run))
                 run = array("Q")
-            run_parent = block
+            parent = block if known is None else known
         if run:
-            changes.append(Stored(run_parent, run))
+            changes.append(Stored(parent, run))
+
+    def _hold_new(self, blocks: array[int]) -> bool:
+        """Hold blocks if all are new; False (nothing changed) if one is held, under another engine hash."""
+        if self._held.store(_SLOT, blocks) == len(blocks):
+            return True
+        before = set(self._known.values())
+        self._held.remove(_SLOT, array("Q", (block for block in blocks if block not in before)))
+        return False
+
+    def _add_name(self, engine_hash: EngineHash, block: int) -> bool:
+        """A new engine hash of a canonical block; True if the block is new too."""
+        self._known[engine_hash] = block
+        orphans = self._orphans.pop(engine_hash, 0)
+        if orphans:
+            self._more_copies[engine_hash] = orphans
+        if self._held.store(_SLOT, (block,)):
+            return True
+        self._more_names[block] = self._more_names.get(block, 0) + 1
+        return False
+
+    def _add_copy(self, engine_hash: EngineHash) -> None:
+        self._more_copies[engine_hash] = self._more_copies.get(engine_hash, 0) + 1
 
     def _remove(self, event: BlockRemoved, changes: list[Change]) -> None:
         gone: array[int] = array("Q")
         for engine_hash in event.block_hashes:
-            known = self._known.get(engine_hash)
-            if known is None:
-                self._remove_orphan(engine_hash)
-                continue
-            block = known[0]
-            known[1] -= 1
-            if not known[1]:
-                del self._known[engine_hash]
-            if self._held[block] > 1:
-                self._held[block] -= 1
-            else:
-                del self._held[block]
-                self.digest ^= mix(block)
-                gone.append(block)
+            if engine_hash not in self._known:
+                if not _take_one(self._orphans, engine_hash):
+                    self.counts.unknown_removals += 1
+            elif not _take_one(self._more_copies, engine_hash):
+                block = self._known.pop(engine_hash)
+                if not _take_one(self._more_names, block):
+                    gone.append(block)
         if gone:
+            self._held.remove(_SLOT, gone)
             changes.append(Removed(gone))
 
-    def _remove_orphan(self, engine_hash: EngineHash) -> None:
-        copies = self._orphans.pop(engine_hash, 0)
-        if copies > 1:
-            self._orphans[engine_hash] = copies - 1
-        elif not copies:
-            self.counts.unknown_removals += 1
+
+_SLOT = 0
+"""A mirror's index has one slot."""
+
+K = TypeVar("K")
+
+
+def _take_one(counts: dict[K, int], key: K) -> bool:
+    """Count one down, forgetting zeros; False: there was none."""
+    count = counts.pop(key, 0)
+    if count > 1:
+        counts[key] = count - 1
+    return count > 0
 
 
 def _split_extra_keys(event: BlockStored) -> tuple[str, list[bytes] | None]:
