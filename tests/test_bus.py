@@ -35,6 +35,18 @@ async def test_cuts_while_publishing_end_in_a_reconnect(nats_server: NatsServer)
     await proxy.stop()
 
 
+async def test_a_write_to_a_closed_transport_is_a_lost_connection(nats_server: NatsServer) -> None:
+    """Between a connection's end and nats-py's notice of it a publish may fail with OSError, never with uvloop's RuntimeError."""
+    client, _ = await bus.connect(nats_server.url, name="test")
+    client._transport._io_writer.transport.abort()
+    client._flusher_task.cancel()
+    with suppress(OSError, nats.errors.Error):
+        for _ in range(10):
+            await client.publish("subject", bytes(900_000))
+    await eventually(lambda: client.is_connected)
+    await client.close()
+
+
 async def test_an_error_from_the_server_does_not_close_the_client(nats_server: NatsServer) -> None:
     """Where the server ends the connection with an error the client connects again, subscriptions included."""
     client, status = await bus.connect(nats_server.url, name="test")

@@ -51,6 +51,10 @@ class _Transport(TcpTransport):
     nats-py takes that for a bug of its caller: its reconnecting would end, and `publish` would raise it.
     """
 
+    def __bool__(self) -> bool:
+        """True before it is connected, too: nats-py replaces a false one by its own."""
+        return True
+
     def write(self, payload: bytes) -> None:
         try:
             super().write(payload)  # type: ignore[no-untyped-call]
