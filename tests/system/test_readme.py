@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.calls import http
 from harness.cluster import Cluster
 
 ROOT = Path(__file__).parents[2]
@@ -65,3 +66,26 @@ def test_links_lead_somewhere() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_metrics_of_the_docs_exist(cluster: Cluster) -> None:
+    """Every metric that the docs name is one that a service serves, once the part that makes it has run."""
+    pages = [(ROOT / "README.md").read_text(), *(page.read_text() for page in (ROOT / "docs").glob("*.md"))]
+    named = set(re.findall(r"\brankway_(?:registry|indexer|worker|router)_[a-z_]+\b", "\n".join(pages)))
+    http(f"{cluster.http}/v1/completions", {"prompt": "Hello", "model": "nowhere"})
+    served = "".join(
+        http(cluster.metrics_url(service)).body.decode() for service in ("registry", "indexer", "worker-0", "router")
+    )
+    assert {name for name in named if name not in served} == set()
+
+
+def test_options_of_the_docs_exist() -> None:
+    """Every long option that the docs name is in a service's help."""
+    text = "\n".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+(?:-[a-z]+)*", text))
+    helps = ""
+    for command in ("up", "registry", "indexer", "worker", "router"):
+        helps += subprocess.run(
+            [sys.executable, "-m", "rankway", command, "--help"], capture_output=True, text=True, check=True
+        ).stdout
+    assert {option for option in named if option not in helps} == set()
