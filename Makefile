@@ -73,13 +73,14 @@ test-vllm: $(VLLM_VENV)/.installed $(DEMO_MODEL)/config.json ## the tests that n
 	DEMO_MODEL=$(abspath $(DEMO_MODEL)) $(VLLM_VENV)/bin/python -m pytest tests/vllm -m vllm -W default -p no:randomly $(PYTEST_ARGS)
 
 soak: $(VENV)/.dev ## long runs: 10,000 requests with a fifth cancelled, storms
-	SOAK_REQUESTS=10000 $(BIN)/python -m pytest tests/system/test_soak.py --timeout=3600 $(PYTEST_ARGS)
+	SOAK_REQUESTS=10000 OUTAGE_S=30 $(BIN)/python -m pytest --timeout=3600 \
+	  tests/system/test_soak.py tests/system/test_failures.py $(PYTEST_ARGS)
 
 bench: $(VENV)/.dev ## the core against Dynamo's; JSON=<file> writes the figures
 	$(BIN)/python bench/core.py
 
-bench-proxy: $(VENV)/.dev ## the router against other routers; JSON=<file> writes the figures
-	$(BIN)/python bench/proxy.py
+bench-proxy: $(VENV)/.dev ## the router against other routers; JSON=<file> writes the figures, PEERS_DIR=<their venvs>
+	$(BIN)/python bench/proxy.py $(if $(PEERS_DIR),--peers-dir='$(PEERS_DIR)')
 
 bench-vllm: $(VLLM_VENV)/.installed $(DEMO_MODEL)/config.json ## KV-aware against round-robin on real vLLM
 	$(VLLM_VENV)/bin/python bench/vllm_routing.py --model $(DEMO_MODEL)

@@ -16,11 +16,14 @@ from harness.calls import fresh_tokens, generate, http, request
 from harness.cluster import OPTIONS, Cluster
 from harness.load import reference, steady_load
 from harness.waiting import eventually
+from openai import AsyncOpenAI
 
 from rankway import rpc
 from rankway.v1 import generate_pb2_grpc, registry_pb2, registry_pb2_grpc, router_pb2, router_pb2_grpc
 
 LEASE_S = 5.0
+OUTAGE_S = float(os.environ.get("OUTAGE_S", LEASE_S + 1.5))
+"""How long a part stays away; `make soak` makes it 30 s."""
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +104,7 @@ async def test_a_stopped_part_fails_no_request(
     async with steady_load(cluster.router) as load:
         await load.more(30)
         os.kill(cluster.pid(service), signal.SIGKILL)
-        await asyncio.sleep(LEASE_S + 1.5)  # what is tested is this time without the service
+        await asyncio.sleep(OUTAGE_S)  # what is tested is this time without the service
         await load.more(30)
         again.append(cluster.start_again(service))
         await load.more(30)
@@ -144,6 +147,35 @@ async def test_a_worker_killed_under_fifty_streams_loses_nothing(paced_cluster: 
     assert {a.usage.prompt_tokens for a in answers} == {len(prompts[0])}
     assert {a.usage.completion_tokens for a in answers} == {max_tokens}
     assert when != "in mid-stream" or any(a.finished.migrations for a in answers if a.finished)
+
+
+async def test_http_streams_survive_a_killed_worker_too(paced_cluster: Cluster) -> None:
+    """The same over SSE with the official client: whole texts, one finish_reason each, the usage right."""
+    cluster = paced_cluster
+    prompts = [f"{number:04d}" + "x" * 60 for number in range(40)]
+    client = AsyncOpenAI(base_url=f"{cluster.http}/v1", api_key="any", max_retries=0)
+
+    async def stream(prompt: str, salt: str) -> tuple[str, list[str], int]:
+        text, reasons, used = "", [], 0
+        body = {"cache_salt": salt, "ignore_eos": True}
+        options = {"include_usage": True}
+        async for chunk in await client.completions.create(
+            model="sim", prompt=prompt, max_tokens=100, temperature=0, stream=True, stream_options=options, extra_body=body
+        ):
+            for choice in chunk.choices:
+                text += choice.text
+                reasons += [choice.finish_reason] if choice.finish_reason else []
+            used = chunk.usage.completion_tokens if chunk.usage else used
+        return text, reasons, used
+
+    async with client:
+        expected = await asyncio.gather(*(stream(prompt, "calm") for prompt in prompts))
+        streams = [asyncio.create_task(stream(prompt, "storm")) for prompt in prompts]
+        await eventually(lambda: running_on(cluster, "worker-0") >= 10)
+        os.kill(cluster.pid("worker-0"), signal.SIGKILL)
+        answers = await asyncio.gather(*streams)
+    assert [answer[0] for answer in answers] == [answer[0] for answer in expected]
+    assert {(tuple(reasons), used) for _, reasons, used in answers} == {(("length",), 100)}
 
 
 def running_on(cluster: Cluster, worker: str) -> int:
