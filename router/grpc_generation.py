@@ -26,25 +26,26 @@ class GenerationServicer:
 
     def __init__(self, intake: Intake, dispatcher: Dispatcher, max_requests: int, clock: Callable[[], float]) -> None:
         self.active = 0
-        self._intake = intake
-        self._dispatcher = dispatcher
-        self._max_requests = max_requests
+        """Requests under way, on either server."""
+        self.intake = intake
+        self.dispatcher = dispatcher
+        self.max_requests = max_requests
         self._clock = clock
 
     @rpc.unary
     async def Generate(self, request: generate_pb2.GenerateRequest, context: Any) -> None:
-        if self.active >= self._max_requests:
+        if self.active >= self.max_requests:
             raise Overloaded(f"{self.active} requests are under way already")
         self.active += 1
         try:
-            checked = await self._intake.prepare(drafts.from_proto(request, deadline_of(context, self._clock)))
+            checked = await self.intake.prepare(drafts.from_proto(request, deadline_of(context, self._clock)))
             await self._stream(checked, context)
         finally:
             self.active -= 1
 
     async def _stream(self, request: RouterRequest, context: Any) -> None:
         sink = StreamSink(request)
-        dispatch = self._dispatcher.dispatch(request, sink)
+        dispatch = self.dispatcher.dispatch(request, sink)
         write = context.write
         try:
             while True:
@@ -85,15 +86,7 @@ class StreamSink:
         return messages
 
     def routed(self, routed: Routed) -> None:
-        message = generate_pb2.Routed(
-            request_id=self._request.request_id,
-            worker_id=routed.target.worker_id,
-            dp_rank=routed.target.dp_rank,
-            overlap_blocks=routed.overlap_blocks,
-            cost=routed.cost,
-            prompt_tokens=self._request.prompt_tokens,
-        )
-        self._put(generate_pb2.GenerateResponse(routed=message))
+        self._put(routed_message(self._request, routed))
 
     def delta(self, delta: worker_pb2.StepDelta) -> None:
         if self._messages:
@@ -104,28 +97,11 @@ class StreamSink:
                 last.logprobs.extend(delta.logprobs)
                 last.finish_reason = delta.finish_reason
                 return
-        message = generate_pb2.Delta(
-            index=delta.index,
-            token_ids=types_pb2.TokenIds(packed=delta.tokens),
-            text=delta.text,
-            logprobs=delta.logprobs,
-            finish_reason=delta.finish_reason,
-        )
-        self._put(generate_pb2.GenerateResponse(delta=message))
+        self._put(delta_message(delta))
 
     def finished(self, outcome: Outcome) -> None:
-        message = generate_pb2.Finished(
-            reason=outcome.reasons[0],
-            usage=types_pb2.Usage(
-                prompt_tokens=outcome.prompt_tokens,
-                completion_tokens=outcome.completion_tokens,
-                cached_tokens=outcome.cached_tokens,
-            ),
-            reasons=outcome.reasons,
-            migrations=outcome.migrations,
-        )
         self.over = True
-        self._put(generate_pb2.GenerateResponse(finished=message))
+        self._put(finished_message(outcome))
 
     def failed(self, error: RankwayError) -> None:
         self.error = error
@@ -139,6 +115,49 @@ class StreamSink:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def routed_message(request: RouterRequest, routed: Routed) -> generate_pb2.GenerateResponse:
+    """First message of a stream."""
+    return generate_pb2.GenerateResponse(
+        routed=generate_pb2.Routed(
+            request_id=request.request_id,
+            worker_id=routed.target.worker_id,
+            dp_rank=routed.target.dp_rank,
+            overlap_blocks=routed.overlap_blocks,
+            cost=routed.cost,
+            prompt_tokens=request.prompt_tokens,
+        )
+    )
+
+
+def delta_message(delta: worker_pb2.StepDelta) -> generate_pb2.GenerateResponse:
+    """A worker's delta as clients get it."""
+    return generate_pb2.GenerateResponse(
+        delta=generate_pb2.Delta(
+            index=delta.index,
+            token_ids=types_pb2.TokenIds(packed=delta.tokens),
+            text=delta.text,
+            logprobs=delta.logprobs,
+            finish_reason=delta.finish_reason,
+        )
+    )
+
+
+def finished_message(outcome: Outcome) -> generate_pb2.GenerateResponse:
+    """Last message of a stream that ended well."""
+    return generate_pb2.GenerateResponse(
+        finished=generate_pb2.Finished(
+            reason=outcome.reasons[0],
+            usage=types_pb2.Usage(
+                prompt_tokens=outcome.prompt_tokens,
+                completion_tokens=outcome.completion_tokens,
+                cached_tokens=outcome.cached_tokens,
+            ),
+            reasons=outcome.reasons,
+            migrations=outcome.migrations,
+        )
+    )
 
 
 def deadline_of(context: Any, clock: Callable[[], float]) -> float | None:

@@ -15,6 +15,7 @@ from rankway.router.explain import Candidate, Explanation, Recent, explain, expl
 from rankway.router.grpc_generation import deadline_of
 from rankway.router.intake import Intake
 from rankway.router.policy import Policy, Prompt
+from rankway.router.requests import RouterRequest
 from rankway.v1 import router_pb2, types_pb2
 
 SERVICE_NAME = "rankway.v1.Router"
@@ -42,6 +43,10 @@ class RouterServicer:
     @rpc.unary
     async def Route(self, request: router_pb2.RouteRequest, context: Any) -> router_pb2.RouteResponse:
         checked = await self._intake.prepare(drafts.from_proto(request.request, deadline_of(context, self._clock)))
+        return self.route(request, checked)
+
+    def route(self, request: router_pb2.RouteRequest, checked: RouterRequest) -> router_pb2.RouteResponse:
+        """Choose and reserve for a checked request. Raises RankwayError as `RouterDispatcher.reserve`."""
         reservation = self._dispatcher.reserve(checked, request.ttl_ms)
         decision = reservation.decision
         given_as_tokens = request.request.WhichOneof("prompt") == "token_ids"
@@ -61,6 +66,10 @@ class RouterServicer:
 
     @rpc.unary
     async def Release(self, request: router_pb2.ReleaseRequest, context: Any) -> router_pb2.ReleaseResponse:
+        return self.release(request)
+
+    def release(self, request: router_pb2.ReleaseRequest) -> router_pb2.ReleaseResponse:
+        """End a reservation. Raises InvalidField: none is named."""
         if not request.reservation_id:
             raise InvalidField("reservation_id", "", "must be given")
         return router_pb2.ReleaseResponse(released=self._dispatcher.release_reservation(request.reservation_id))

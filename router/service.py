@@ -33,6 +33,7 @@ from rankway.router.dispatcher import DispatchSettings, RouterDispatcher
 from rankway.router.eligibility import Eligibility
 from rankway.router.explain import Recent
 from rankway.router.fleet import Fleet
+from rankway.router.grpc_endpoint import GrpcEndpoint
 from rankway.router.http_connection import HttpLimits
 from rankway.router.intake import Intake
 from rankway.router.ledger import Ledger, RecentTerm
@@ -47,7 +48,7 @@ from rankway.router.sharing import Sharing
 from rankway.router.targets import Targets
 from rankway.router.tokenizers import EncodingThreads, Tokenizers
 from rankway.tokenizer import Tokenizer
-from rankway.v1 import generate_pb2_grpc, router_pb2_grpc, worker_pb2, worker_pb2_grpc
+from rankway.v1 import worker_pb2, worker_pb2_grpc
 
 log = logs.get("router")
 
@@ -121,8 +122,7 @@ async def run(settings: RouterSettings, *, ready: service.Ready, stop: asyncio.E
     metrics = CollectorRegistry()
     metrics.register(RouterCollector(_observed(router), asyncio.get_running_loop()))
     door = _front_door(settings, router, metrics)
-    server = rpc.Server([grpc_generation.SERVICE_NAME, grpc_router.SERVICE_NAME], reuse_port=settings.reuse_port)
-    _add_services(server, router)
+    server = open_endpoint(settings, router)
     metrics_host, _, metrics_port = settings.metrics_listen.rpartition(":")
     metrics_address, close_metrics = service.serve_metrics(metrics, metrics_host, int(metrics_port))
     try:
@@ -149,7 +149,7 @@ async def _serve(
     settings: RouterSettings,
     router: Router,
     router_id: str,
-    server: rpc.Server,
+    server: GrpcEndpoint,
     door: FrontDoor,
     addresses: Mapping[str, str],
     ready: service.Ready,
@@ -186,7 +186,7 @@ async def _announce(start: _Start, ready: service.Ready, addresses: Mapping[str,
     ready(addresses)
 
 
-async def _roles(settings: RouterSettings, router: Router, router_id: str, server: rpc.Server, start: _Start) -> None:
+async def _roles(settings: RouterSettings, router: Router, router_id: str, server: GrpcEndpoint, start: _Start) -> None:
     """Everything that runs beside the requests; one that fails ends the router."""
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(_watch(settings, router, start))
@@ -215,7 +215,7 @@ async def _follow(settings: RouterSettings, router: Router, router_id: str) -> N
             follower.restart(wrong)
 
 
-async def _sweep(router: Router, server: rpc.Server, start: _Start) -> None:
+async def _sweep(router: Router, server: GrpcEndpoint, start: _Start) -> None:
     """Let time pass, and tell the truth about readiness."""
     clock = asyncio.get_running_loop().time
     was_ready = False
@@ -346,13 +346,11 @@ def _front_door(settings: RouterSettings, router: Router, metrics: CollectorRegi
     return FrontDoor(router.intake, router.dispatcher, limits, rate_limit, metrics, router.not_ready)
 
 
-def _add_services(server: rpc.Server, router: Router) -> None:
+def open_endpoint(settings: RouterSettings, router: Router) -> GrpcEndpoint:
+    """The gRPC address of a router, not yet listening."""
     clock = asyncio.get_running_loop().time
-    generate_pb2_grpc.add_GenerationServicer_to_server(router.generation, server.grpc)  # type: ignore[arg-type]
-    router_pb2_grpc.add_RouterServicer_to_server(
-        grpc_router.RouterServicer(router.intake, router.dispatcher, router.policy, router.recent, clock, random.Random()),  # type: ignore[arg-type]
-        server.grpc,
-    )
+    routing = grpc_router.RouterServicer(router.intake, router.dispatcher, router.policy, router.recent, clock, random.Random())
+    return GrpcEndpoint(router.generation, routing, direct=settings.grpc_server == "direct", reuse_port=settings.reuse_port)
 
 
 def _observed(router: Router) -> Observed:

@@ -24,6 +24,11 @@ class RouterSettings:
         "registries; another serves when one fails", ("127.0.0.1:50052",), unit="host:port"
     )
     indexer_endpoints: tuple[str, ...] = option("indexers; another serves when one fails", ("127.0.0.1:50053",), unit="host:port")
+    grpc_server: str = option(
+        "direct: requests are answered straight on HTTP/2, a fifth of the CPU a token; grpcio: by grpcio's server",
+        "direct",
+        choices=("direct", "grpcio"),
+    )
     router_id: str = option("name among the routers; empty: made of host name and process id", "")
     dp_group: str = option("serve this DP group only; empty: every group", "")
     processes: int = option("router processes that share the ports", 1, unit="processes")

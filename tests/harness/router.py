@@ -11,11 +11,11 @@ from typing import Any
 from harness.fake_worker import FakeWorker
 from harness.waiting import eventually
 
-from rankway import rpc
 from rankway.blocks import pack_tokens, unpack_tokens
 from rankway.errors import RankwayError
 from rankway.registry.records import Gone, Put
-from rankway.router import grpc_generation, grpc_router, service
+from rankway.router import service
+from rankway.router.grpc_endpoint import GrpcEndpoint
 from rankway.router.request import Flight
 from rankway.router.requests import Outcome, Routed, RouterRequest
 from rankway.router.settings import RouterSettings
@@ -76,7 +76,7 @@ class TestRouter:
         self._tasks = [asyncio.create_task(self._sweep())]
         if self.parts.sharing is not None:
             self._tasks.append(asyncio.create_task(self.parts.sharing.run()))
-        self._server: rpc.Server | None = None
+        self._server: GrpcEndpoint | None = None
 
     async def join(self, worker: FakeWorker) -> None:
         """Attach to a worker, which is started unless it serves already."""
@@ -95,8 +95,7 @@ class TestRouter:
 
     async def serve(self) -> str:
         """Serve the gRPC API; returns its address."""
-        self._server = rpc.Server([grpc_generation.SERVICE_NAME, grpc_router.SERVICE_NAME])
-        service._add_services(self._server, self.parts)
+        self._server = service.open_endpoint(self.settings, self.parts)
         return f"127.0.0.1:{await self._server.start('127.0.0.1:0')}"
 
     def is_idle(self) -> bool:

@@ -14,11 +14,13 @@ from grpc_status import rpc_status
 from harness.fake_worker import LENGTH, STOP, FakeWorker, Seen
 from harness.fleet import a_record
 from harness.router import TestRouter
+from harness.router import a_request as dispatched
 from harness.waiting import eventually
 
 from rankway import rpc
-from rankway.blocks import unpack_tokens
-from rankway.v1 import generate_pb2, generate_pb2_grpc, router_pb2, router_pb2_grpc, types_pb2
+from rankway.blocks import pack_tokens, unpack_tokens
+from rankway.router.grpc_generation import StreamSink
+from rankway.v1 import generate_pb2, generate_pb2_grpc, router_pb2, router_pb2_grpc, types_pb2, worker_pb2
 
 Workers = tuple[FakeWorker, FakeWorker]
 
@@ -40,10 +42,10 @@ class Client:
         return raised.value
 
 
-@pytest.fixture
-async def client(make_router: Any, two_workers: Workers) -> AsyncIterator[Client]:
-    """A client of a router over w1 (ranks 0-3) and w2 (ranks 4-7)."""
-    router = await make_router(*two_workers)
+@pytest.fixture(params=["direct", "grpcio"])
+async def client(make_router: Any, two_workers: Workers, request: pytest.FixtureRequest) -> AsyncIterator[Client]:
+    """A client of a router over w1 (ranks 0-3) and w2 (ranks 4-7), on either server."""
+    router = await make_router(*two_workers, grpc_server=request.param)
     async with rpc.open_channel(await router.serve()) as channel:
         yield Client(channel, router)
 
@@ -113,16 +115,27 @@ async def test_what_is_wrong_is_named_and_nothing_is_booked(
     assert two_workers[1].started.empty()
 
 
-async def test_deltas_that_are_there_already_come_joined(client: Client, two_workers: Workers) -> None:
-    """What has come while the stream was busy is one delta, and every token comes once."""
+async def test_every_token_of_a_burst_comes_once(client: Client, two_workers: Workers) -> None:
+    """400 deltas in one step arrive whole and in order."""
     for worker in two_workers:
         worker.on_start = lambda seen: seen.burst(range(400), LENGTH)
     messages = await client.generate(max_tokens=400)
     deltas = [message.delta for message in messages if message.HasField("delta")]
     assert list(unpack_tokens(b"".join(delta.token_ids.packed for delta in deltas))) == list(range(400))
     assert sum(len(delta.text) for delta in deltas) == 400
-    assert len(deltas) <= 2
     assert [delta.finish_reason for delta in deltas if delta.finish_reason] == [LENGTH]
+
+
+async def test_deltas_that_are_there_already_come_joined() -> None:
+    """What has come while grpcio was busy is one message: tokens and text appended, the finish reason of the last."""
+    sink = StreamSink(dispatched())
+    for token in range(3):
+        sink.delta(worker_pb2.StepDelta(tokens=pack_tokens([token]), text=str(token)))
+    sink.delta(worker_pb2.StepDelta(tokens=pack_tokens([7]), text="7", finish_reason=STOP))
+    sink.delta(worker_pb2.StepDelta(index=1, tokens=pack_tokens([9]), text="9"))
+    first, second = [message.delta for message in await sink.take()]
+    assert (list(unpack_tokens(first.token_ids.packed)), first.text, first.finish_reason) == ([0, 1, 2, 7], "0127", STOP)
+    assert (second.index, second.text) == (1, "9")
 
 
 async def test_a_client_that_leaves_is_noticed_at_every_stage(client: Client, two_workers: Workers) -> None:

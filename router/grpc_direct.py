@@ -1,0 +1,126 @@
+"""Generate, Route and Release on `GrpcServer`: the grpcio servicers' answers, with nothing between dispatcher and transport."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from rankway.errors import InvalidField, Overloaded, RankwayError
+from rankway.router import drafts, grpc_wire
+from rankway.router.grpc_generation import GenerationServicer, delta_message, finished_message, routed_message
+from rankway.router.grpc_router import RouterServicer
+from rankway.router.grpc_server import Call, Method
+from rankway.router.requests import Outcome, Routed, RouterRequest
+from rankway.v1 import generate_pb2, router_pb2, worker_pb2
+
+M = TypeVar("M", bound=Message)
+
+
+def methods(generation: GenerationServicer, routing: RouterServicer) -> Mapping[str, Method]:
+    """The methods that the router answers itself, by path."""
+    direct = _Direct(generation, routing)
+    return {
+        "/rankway.v1.Generation/Generate": direct.generate,
+        "/rankway.v1.Router/Route": direct.route,
+        "/rankway.v1.Router/Release": direct.release,
+    }
+
+
+class _Direct:
+    def __init__(self, generation: GenerationServicer, routing: RouterServicer) -> None:
+        self._generation = generation
+        self._routing = routing
+
+    def generate(self, call: Call, payload: bytes) -> None:
+        generation = self._generation
+        request = _parsed(generate_pb2.GenerateRequest, payload)
+        if generation.active >= generation.max_requests:
+            raise Overloaded(f"{generation.active} requests are under way already")
+        draft = drafts.from_proto(request, call.deadline)
+        checked = generation.intake.prepare_now(draft)
+        if checked is not None:
+            self._start(call, checked)
+        else:
+            call.spawn(self._prepare_and_start(call, draft))
+
+    async def _prepare_and_start(self, call: Call, draft: Any) -> None:
+        checked = await self._generation.intake.prepare(draft)
+        if not call.over:
+            self._start(call, checked)
+
+    def _start(self, call: Call, request: RouterRequest) -> None:
+        sink = DirectSink(call, request, self._generation)
+        call.on_gone = sink.gone
+        sink.cancel = self._generation.dispatcher.dispatch(request, sink).cancel
+
+    def route(self, call: Call, payload: bytes) -> None:
+        request = _parsed(router_pb2.RouteRequest, payload)
+        draft = drafts.from_proto(request.request, call.deadline)
+        checked = self._generation.intake.prepare_now(draft)
+        if checked is None:
+            call.spawn(self._prepare_and_route(call, request, draft))
+            return
+        _answer(call, self._routing.route(request, checked))
+
+    async def _prepare_and_route(self, call: Call, request: router_pb2.RouteRequest, draft: Any) -> None:
+        checked = await self._generation.intake.prepare(draft)
+        if not call.over:
+            _answer(call, self._routing.route(request, checked))
+
+    def release(self, call: Call, payload: bytes) -> None:
+        _answer(call, self._routing.release(_parsed(router_pb2.ReleaseRequest, payload)))
+
+
+class DirectSink:
+    """`requests.Sink` that writes to the call. What a slow client leaves unread waits in the stream's bounded buffer."""
+
+    __slots__ = ("_call", "_generation", "_request", "cancel")
+
+    def __init__(self, call: Call, request: RouterRequest, generation: GenerationServicer) -> None:
+        self.cancel: Callable[[], None] = _nothing
+        self._call = call
+        self._request = request
+        self._generation = generation
+        generation.active += 1
+
+    def routed(self, routed: Routed) -> None:
+        self._call.send(grpc_wire.framed(routed_message(self._request, routed).SerializeToString()))
+
+    def delta(self, delta: worker_pb2.StepDelta) -> None:
+        tokens, text = delta.tokens, delta.text.encode()
+        if grpc_wire.is_short(delta, tokens, text):
+            self._call.send(grpc_wire.short_delta(tokens, text))
+        else:
+            self._call.send(grpc_wire.framed(delta_message(delta).SerializeToString()))
+
+    def finished(self, outcome: Outcome) -> None:
+        self._generation.active -= 1
+        self._call.send(grpc_wire.framed(finished_message(outcome).SerializeToString()))
+        self._call.finish()
+
+    def failed(self, error: RankwayError) -> None:
+        self._generation.active -= 1
+        self._call.finish(error)
+
+    def gone(self) -> None:
+        """The client has left."""
+        self._generation.active -= 1
+        self.cancel()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _answer(call: Call, message: Message) -> None:
+    call.send(grpc_wire.framed(message.SerializeToString()))
+    call.finish()
+
+
+def _parsed(kind: type[M], payload: bytes) -> M:
+    try:
+        return kind.FromString(payload)
+    except DecodeError:
+        raise InvalidField("message", f"{len(payload)} bytes", f"is no {kind.DESCRIPTOR.name}") from None

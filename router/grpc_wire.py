@@ -1,0 +1,158 @@
+"""gRPC over HTTP/2, as bytes: messages, timeouts, header blocks, statuses. Pure.
+
+Header blocks are literals without indexing (RFC 7541, 6.2.2), so they depend on no state and the usual ones are constants.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import error_details_pb2, status_pb2
+
+from rankway.errors import InvalidField, Overloaded, RankwayError
+from rankway.v1 import worker_pb2
+
+_TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
+_UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+
+MESSAGE_CHARS = 2000
+"""Longest status message; what is beyond is cut off."""
+
+
+def _literal(name: bytes, value: bytes) -> bytes:
+    return b"\x00" + _length(len(name)) + name + _length(len(value)) + value
+
+
+def _length(size: int) -> bytes:
+    """A string's length without Huffman coding: an integer with a 7-bit prefix."""
+    if size < 127:
+        return bytes((size,))
+    encoded = bytearray((127,))
+    rest = size - 127
+    while rest >= 128:
+        encoded.append(rest % 128 + 128)
+        rest //= 128
+    encoded.append(rest)
+    return bytes(encoded)
+
+
+HEADERS = b"\x88" + _literal(b"content-type", b"application/grpc") + _literal(b"grpc-accept-encoding", b"identity")
+"""`:status: 200` and what every answer begins with."""
+
+TRAILERS_OK = _literal(b"grpc-status", b"0")
+
+
+def refusal(http_status: int) -> bytes:
+    """The block that answers what is no gRPC at all."""
+    return _literal(b":status", str(http_status).encode())
+
+
+def trailers(error: RankwayError) -> bytes:
+    """The block that ends a call with an error; Overloaded carries google.rpc.RetryInfo."""
+    message = error.message[:MESSAGE_CHARS]
+    block = _literal(b"grpc-status", str(error.code.value[0]).encode()) + _literal(b"grpc-message", _percent_encoded(message))
+    if isinstance(error, Overloaded):
+        detail, delay = AnyMessage(), Duration()
+        delay.FromMilliseconds(int(error.retry_after_s * 1000))
+        detail.Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+        status = status_pb2.Status(code=error.code.value[0], message=message, details=[detail])
+        block += _literal(b"grpc-status-details-bin", base64.b64encode(status.SerializeToString()).rstrip(b"="))
+    return block
+
+
+def raw_trailers(code: int, message: str, more: list[tuple[str, str | bytes]]) -> bytes:
+    """The block that ends a call as another server ended it."""
+    block = _literal(b"grpc-status", str(code).encode()) + _literal(b"grpc-message", _percent_encoded(message[:MESSAGE_CHARS]))
+    for name, value in more:
+        text = base64.b64encode(value) if isinstance(value, bytes) else value.encode()
+        block += _literal(name.encode(), text)
+    return block
+
+
+def metadata_value(name: str, value: str) -> str | bytes:
+    """A header's value as gRPC means it: names that end in -bin carry bytes.
+
+    Raises:
+        InvalidField: no base64.
+    """
+    if not name.endswith("-bin"):
+        return value
+    try:
+        return base64.b64decode(value + "=" * (-len(value) % 4), validate=True)
+    except binascii.Error:
+        raise InvalidField(name, value, "is no base64") from None
+
+
+def timeout_s(value: str) -> float:
+    """Seconds of a grpc-timeout header.
+
+    Raises:
+        InvalidField: malformed.
+    """
+    match = _TIMEOUT.fullmatch(value)
+    if match is None:
+        raise InvalidField("grpc-timeout", value, "must be up to 8 digits and a unit")
+    return int(match[1]) * _UNITS_S[match[2]]
+
+
+def framed(message: bytes) -> bytes:
+    """A message with its prefix: not compressed, length."""
+    return b"\x00" + len(message).to_bytes(4, "big") + message
+
+
+class MessageReader:
+    """Cuts a body into messages.
+
+    Args:
+        max_bytes: longest message.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._buffer = bytearray()
+
+    @property
+    def empty(self) -> bool:
+        """Whether no part of a message is left over."""
+        return not self._buffer
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The messages that `data` completes.
+
+        Raises:
+            RankwayError: compressed, or too long.
+        """
+        self._buffer += data
+        messages = []
+        while len(self._buffer) >= 5:
+            size = int.from_bytes(self._buffer[1:5], "big")
+            if self._buffer[0]:
+                raise InvalidField("grpc-encoding", self._buffer[0], "compressed messages are not taken here")
+            if size > self._max_bytes:
+                raise Overloaded(f"a message of {size} bytes, at most {self._max_bytes} are taken")
+            if len(self._buffer) < 5 + size:
+                break
+            messages.append(bytes(self._buffer[5 : 5 + size]))
+            del self._buffer[: 5 + size]
+        return messages
+
+
+def short_delta(tokens: bytes, text: bytes) -> bytes:
+    """A framed GenerateResponse with a Delta of choice 0 that has nothing but these; both shorter than 100 bytes together."""
+    size, chars = len(tokens), len(text)
+    ids = b"\x12%c\x12%c%b" % (size + 2, size, tokens)
+    body = b"%b\x1a%c%b" % (ids, chars, text) if chars else ids
+    return b"\x00\x00\x00\x00%c\x12%c%b" % (len(body) + 2, len(body), body)
+
+
+def is_short(delta: worker_pb2.StepDelta, tokens: bytes, text: bytes) -> bool:
+    """Whether `short_delta` can carry it."""
+    return len(tokens) + len(text) < 100 and not delta.index and not delta.finish_reason and not delta.logprobs
+
+
+def _percent_encoded(text: str) -> bytes:
+    return b"".join(bytes((c,)) if 0x20 <= c <= 0x7E and c != 0x25 else b"%%%02X" % c for c in text.encode())
