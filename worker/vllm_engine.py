@@ -51,7 +51,7 @@ RESET_RETRY_S = 0.5
 """Between two attempts to reset the cache of a rank whose events were lost: vLLM refuses while requests use blocks."""
 SHUTDOWN_TIMEOUT_S = 10.0
 
-_FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT, "repetition": Finish.STOP}
+_FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "repetition": Finish.STOP}
 _PASSED_ON = {
     "block_size": "--block-size",
     "num_kv_blocks": "--num-gpu-blocks-override",
@@ -333,9 +333,13 @@ class VllmEngine:
         if first:
             running.prefilled = True
             self._loads.prefilled(request.local_rank, len(request.tokens))
-        if completion.finish_reason == "error":
+        if completion.finish_reason in ("error", "abort"):
+            # We never hear of our own aborts: vLLM gave the request up, as it does when it loses one of its processes.
             self._forget(request.request_id)
-            request.emit(EngineOutput(error=EngineFailed("vLLM ended the request with an internal error")))
+            cause = self._cause or self._api.dead_process(self._llm)
+            request.emit(
+                EngineOutput(error=EngineFailed(cause or f"vLLM ended the request by itself: {completion.finish_reason}"))
+            )
             return
         if output.finished:
             self._forget(request.request_id)

