@@ -36,7 +36,7 @@ typedef struct {
 typedef struct Slab {
     struct Slab *next, *previous; /* the table's slabs that have vacant segments */
     uint16_t vacant;
-    byte vacancy[SLAB_SEGMENTS]; /* numbers of the vacant segments, a stack */
+    byte vacancy[SLAB_SEGMENTS]; /* numbers of the vacant segments, which are all zeros; a stack */
 } Slab;
 
 typedef struct {
@@ -71,7 +71,8 @@ static inline uintptr_t *directory_entry(const Table *t, uint64_t place) { retur
 static inline Bucket *segment_of(uintptr_t entry) { return (Bucket *)(entry & ~(uintptr_t)63); }
 static inline unsigned local_depth(uintptr_t entry) { return entry & 63; }
 
-/* The bucket of a place in its segment: bits 6 to 13 of the place, which are its offset in bytes. */
+/* The bucket of a place in its segment: bits 6 to 13 of the place, so that masking gives its offset in bytes. */
+static inline unsigned home_number(uint64_t place) { return place / sizeof(Bucket) % SEGMENT_BUCKETS; }
 static inline Bucket *home_bucket(Bucket *segment, uint64_t place)
 {
     return (Bucket *)((byte *)segment + (place & (SEGMENT_BYTES - sizeof(Bucket))));
@@ -126,23 +127,28 @@ static inline __attribute__((always_inline)) uint64_t table_word_by(BucketWord *
 
 static inline uint64_t table_word(Bucket *home, uint64_t key) { return table_word_by(bucket_word, home, key); }
 
+/* Lane i's bit if it has the key and the tag. */
+#define LANE_BIT(b, i, sought) (unsigned)(((b)->key[i] == (sought)) & (((b)->word[i] & tag_mask) == tag)) << i
+
+static inline unsigned bucket_used(const Bucket *b)
+{
+    return (b->word[0] != 0) + (b->word[1] != 0) + (b->word[2] != 0) + (b->word[3] != 0);
+}
+
 static inline __attribute__((always_inline)) Spot table_find(Bucket *home, uint64_t key, uint64_t tag, uint64_t tag_mask)
 {
     Spot spot = {home, 0, false, false};
     for (unsigned step = 1; step <= MAX_PROBE; step++) {
-        Bucket *b = spot.bucket;
-        unsigned hits = 0, used = 0;
-        for (unsigned i = 0; i < BUCKET_ENTRIES; i++) {
-            hits |= (unsigned)((b->key[i] == key) & ((b->word[i] & tag_mask) == tag) & (b->word[i] != 0)) << i;
-            used += b->word[i] != 0;
-        }
+        const Bucket *b = spot.bucket;
+        unsigned hits = LANE_BIT(b, 0, key) | LANE_BIT(b, 1, key) | LANE_BIT(b, 2, key) | LANE_BIT(b, 3, key);
         if (hits) {
             spot.entry = (unsigned)__builtin_ctz(hits);
-            spot.found = true;
+            spot.found = b->word[spot.entry] != 0; /* free entries have key 0 */
+            spot.room = !spot.found;
             return spot;
         }
-        if (used < BUCKET_ENTRIES) {
-            spot.entry = used;
+        if (!b->word[BUCKET_ENTRIES - 1]) {
+            spot.entry = bucket_used(b);
             spot.room = true;
             return spot;
         }
@@ -220,14 +226,18 @@ static Bucket *segment_new(Table *t)
     if (!slab->vacant)
         slab_unlist(t, slab);
     t->segments++;
-    return memset((byte *)slab + (1 + number) * SEGMENT_BYTES, 0, SEGMENT_BYTES);
+    return (Bucket *)((byte *)slab + (1 + number) * SEGMENT_BYTES);
 }
 
 static void segment_free(Table *t, Bucket *segment)
 {
     Slab *slab = (Slab *)((uintptr_t)segment & ~(uintptr_t)(SLAB_BYTES - 1));
     t->segments--;
-    madvise(segment, SEGMENT_BYTES, MADV_DONTNEED);
+#ifdef __linux__
+    madvise(segment, SEGMENT_BYTES, MADV_DONTNEED); /* back to the system; reads as zeros again */
+#else
+    memset(segment, 0, SEGMENT_BYTES);
+#endif
     if (!slab->vacant)
         slab_list(t, slab);
     slab->vacancy[slab->vacant++] = (byte)(((byte *)segment - (byte *)slab) / SEGMENT_BYTES - 1);
@@ -332,14 +342,19 @@ static void directory_halve(Table *t)
         t->directory = narrower;
 }
 
-/* Adds the entries of `from` to `high` where the bit of their place is set, else to `low`; false: no room for one. */
-static bool segment_deal(const Table *t, const Bucket *from, Bucket *low, Bucket *high, uint64_t bit)
+/* Adds the entries of `from` to sides[1] where the bit of their place is set, else to sides[0]; false: no room for one.
+ * `used` counts the entries of the sides' buckets. */
+static bool segment_deal(const Table *t, const Bucket *from, Bucket *const sides[2], byte used[2][SEGMENT_BUCKETS], uint64_t bit)
 {
     for (unsigned at = 0; at < SEGMENT_BUCKETS; at++)
         for (unsigned i = 0; i < BUCKET_ENTRIES && from[at].word[i]; i++) {
             uint64_t key = from[at].key[i], word = from[at].word[i], place = spread(t, key, word & t->tag_mask);
-            if (!segment_put(home_bucket(place & bit ? high : low, place), key, word))
-                return false;
+            unsigned side = (place & bit) != 0, home = home_number(place), step = 0;
+            while (used[side][(home + step) % SEGMENT_BUCKETS] == BUCKET_ENTRIES)
+                if (++step == MAX_PROBE)
+                    return false;
+            home = (home + step) % SEGMENT_BUCKETS;
+            bucket_set(&sides[side][home], used[side][home]++, key, word);
         }
     return true;
 }
@@ -352,11 +367,12 @@ static bool table_split(Table *t, uint64_t place)
     if (depth == t->depth && !directory_double(t))
         return false;
     Bucket *low = segment_of(entry), *high = segment_new(t), before[SEGMENT_BUCKETS];
+    byte used[2][SEGMENT_BUCKETS] = {{0}};
     if (!high)
         return false;
     memcpy(before, low, sizeof before);
     memset(low, 0, SEGMENT_BYTES);
-    if (!segment_deal(t, before, low, high, (uint64_t)1 << (63 - depth))) {
+    if (!segment_deal(t, before, (Bucket *[2]){low, high}, used, (uint64_t)1 << (63 - depth))) {
         memcpy(low, before, sizeof before);
         segment_free(t, high);
         return false;
@@ -393,8 +409,8 @@ static bool find_pushed(const Table *t, Bucket *past, Spot *spot)
     for (unsigned step = 1; step < MAX_PROBE; step++) {
         Bucket *b = bucket_after(past, step);
         for (unsigned i = 0; i < BUCKET_ENTRIES && b->word[i]; i++) {
-            Bucket *home = home_bucket(segment_around(b), spread(t, b->key[i], b->word[i] & t->tag_mask));
-            if ((bucket_number(b) - bucket_number(home)) % SEGMENT_BUCKETS >= step) {
+            unsigned home = home_number(spread(t, b->key[i], b->word[i] & t->tag_mask));
+            if ((bucket_number(b) - home) % SEGMENT_BUCKETS >= step) {
                 *spot = (Spot){b, i, true, false};
                 return true;
             }
@@ -423,15 +439,6 @@ static void table_erase(Table *t, Spot spot)
     }
 }
 
-static size_t segment_count(const Bucket *segment)
-{
-    size_t count = 0;
-    for (unsigned at = 0; at < SEGMENT_BUCKETS; at++)
-        for (unsigned i = 0; i < BUCKET_ENTRIES; i++)
-            count += segment[at].word[i] != 0;
-    return count;
-}
-
 static bool table_sparse(const Table *t) { return t->segments > 1 && t->entries < t->segments * (SEGMENT_ENTRIES / 4); }
 
 /* Merges the segment whose directory entries start at `first` with its buddy, if both are sparse and it is the later one. */
@@ -442,10 +449,14 @@ static void table_merge(Table *t, size_t first)
     if (!local_depth(entry) || !(first & span) || local_depth(t->directory[first - span]) != local_depth(entry))
         return;
     Bucket *low = segment_of(t->directory[first - span]), *high = segment_of(entry), before[SEGMENT_BUCKETS];
-    if (segment_count(low) + segment_count(high) > SEGMENT_ENTRIES / 2)
+    byte used[2][SEGMENT_BUCKETS];
+    size_t count = 0;
+    for (unsigned at = 0; at < SEGMENT_BUCKETS; at++)
+        count += (used[0][at] = (byte)bucket_used(&low[at])) + bucket_used(&high[at]);
+    if (count > SEGMENT_ENTRIES / 2)
         return;
     memcpy(before, low, sizeof before);
-    if (!segment_deal(t, high, low, low, 0)) {
+    if (!segment_deal(t, high, (Bucket *[2]){low, low}, used, 0)) {
         memcpy(low, before, sizeof before);
         return;
     }
