@@ -44,6 +44,7 @@ _REQUEST_COUNTERS = (
     ("output_tokens", "Tokens generated"),
     ("aborted", "Requests that nobody waited for any more"),
     ("failed", "Requests that ended with an error"),
+    ("refused", "Requests beyond max_requests"),
 )
 
 UNPINNED = "unpinned"

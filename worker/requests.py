@@ -14,7 +14,7 @@ from functools import partial
 from typing import Protocol
 
 from rankway import logs
-from rankway.errors import DeadlineExceeded, InvalidField, RankwayError, Unavailable
+from rankway.errors import DeadlineExceeded, InvalidField, Overloaded, RankwayError, Unavailable
 from rankway.ranks import GlobalRank
 from rankway.sampling import Sampling
 from rankway.tokenizer import Tokenizer
@@ -79,13 +79,19 @@ class RankCounts:
     cached_tokens: int = 0
     aborted: int = 0
     failed: int = 0
+    refused: int = 0
+    """Requests beyond `max_requests`."""
     running: int = 0
 
 
 class Requests:
-    """All running requests of the worker. Everything happens on its event loop."""
+    """All running requests of the worker. Everything happens on its event loop.
 
-    def __init__(self, engine: Engine, limits: Limits, tokenizer: Tokenizer) -> None:
+    Args:
+        max_requests: most requests at once, running and waiting in the engine: its own queue has no bound.
+    """
+
+    def __init__(self, engine: Engine, limits: Limits, tokenizer: Tokenizer, max_requests: int) -> None:
         self.limits = limits
         self.tokenizer = tokenizer
         self.engine = engine
@@ -94,6 +100,7 @@ class Requests:
         self.counts.update({rank: RankCounts() for rank in limits.info.window.ranks()})
         self.draining = False
         self.draining_ranks: set[GlobalRank] = set()
+        self._max_requests = max_requests
         self._running: set[Running] = set()
         self._serial = itertools.count(1)
         self._dead = ""
@@ -103,14 +110,17 @@ class Requests:
         """Check a request and hand it to the engine.
 
         Raises:
-            RankwayError: the request is refused (see `Limits`), this worker or rank drains, or the engine is dead; the engine
-                is untouched.
+            RankwayError: the request is refused (see `Limits`), the worker is full, it or the rank drains, or the engine is
+                dead. The engine is untouched.
         """
         if self._dead:
             raise Unavailable(self._dead)
         if self.draining:
             raise Unavailable(f"worker {self.limits.worker_id} is draining")
         rank = self._rank_of(order)
+        if len(self._running) >= self._max_requests:
+            self.counts[rank].refused += 1
+            raise Overloaded(f"worker {self.limits.worker_id} has max_requests={self._max_requests} requests")
         self.limits.check_prompt(order.prompt)
         self.limits.check_lora(order.lora)
         order.sampling = self.limits.check_sampling(order.sampling, len(order.prompt), order.default_max_tokens)

@@ -93,7 +93,8 @@ class _Worker:
         self._info = info
         self._publisher = publisher
         self._aliases = tuple(name for name in settings.served_model_name if name != info.model)
-        self._requests = Requests(engine, Limits(instance.worker_id, info, (info.model, *self._aliases)), tokenizer)
+        limits = Limits(instance.worker_id, info, (info.model, *self._aliases))
+        self._requests = Requests(engine, limits, tokenizer, settings.max_requests)
         self._server = rpc.Server(SERVICE_NAMES)
         self._client = RegistryClient(settings.registry_endpoints)
         self._keeper: LeaseKeeper

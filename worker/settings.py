@@ -39,6 +39,7 @@ class WorkerSettings:
     max_num_seqs: int = option("most requests running at once on a rank; 0: the engine's default", 0)
     max_num_batched_tokens: int = option("most tokens of one engine step of a rank; 0: the engine's default", 0, unit="tokens")
     max_model_len: int = option("most tokens of prompt and output together; 0: the model's", 0, unit="tokens")
+    max_requests: int = option("most requests at once on this worker, running and waiting; more get RESOURCE_EXHAUSTED", 8192)
     drain_timeout_s: float = option("how long running requests may take to finish when the worker stops", 30.0, unit="seconds")
     sim_prefill_tokens_per_s: float = option("simulator: prefill rate of a rank", 20_000.0, unit="tokens/s")
     sim_decode_ms: float = option("simulator: duration of a step in which requests decode", 10.0, unit="ms")
@@ -74,6 +75,8 @@ class WorkerSettings:
                 raise ValueError(f"{name}={getattr(self, name)}: must not be negative")
         if not 0 <= self.sim_eos_probability <= 1:
             raise ValueError(f"sim_eos_probability={self.sim_eos_probability}: must be in [0, 1]")
+        if self.max_requests < 1:
+            raise ValueError(f"max_requests={self.max_requests}: must be at least 1")
         if self.block_size < 0:
             raise ValueError(f"block_size={self.block_size}: must not be negative")
 
