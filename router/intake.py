@@ -6,8 +6,8 @@ at once when that is quick, else in a thread.
 
 from __future__ import annotations
 
+import os
 import reprlib
-import uuid
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -279,7 +279,7 @@ def all_below(packed: bytes, limit: int) -> bool:
 def _finish(draft: Draft, card: ModelCard, prompt: bytes) -> RouterRequest:
     sampling = _with_max_tokens(draft, len(prompt) // 4, card.max_model_len)
     return RouterRequest(
-        request_id=draft.request_id or uuid.uuid4().hex,
+        request_id=draft.request_id or os.urandom(16).hex(),
         model=card.model,
         prompt=prompt,
         sampling=sampling,
