@@ -62,9 +62,9 @@ class Collector:
         pending.logprobs.extend(logprobs)
         pending.finish = finish
         self.completion_tokens += len(tokens)
-        if cached_tokens is not None:
-            # The n choices share one prompt: usage counts it once, as it counts the prompt.
-            self.cached_tokens = max(self.cached_tokens, cached_tokens) if index else cached_tokens
+        if cached_tokens is not None and index == 0:
+            # The n choices share one prompt, and the later ones find what the first has computed: usage counts it once.
+            self.cached_tokens = cached_tokens
         if finish is not None:
             self.reasons[index] = finish
         self._filled.set()

@@ -27,12 +27,11 @@ class OutputText:
         delivered: characters that the client already has of the text of the tokens pushed first (a resumed request).
     """
 
-    __slots__ = ("_decoder", "_delivered", "_held", "_longest", "_min_tokens", "_stop", "_tokens")
+    __slots__ = ("_decoder", "_delivered", "_held", "_min_tokens", "_stop", "_tokens")
 
     def __init__(self, decoder: Decoder, stop: Sequence[str] = (), min_tokens: int = 0, delivered: int = 0) -> None:
         self._decoder = decoder
         self._stop = tuple(stop)
-        self._longest = max(map(len, self._stop), default=0)
         self._min_tokens = min_tokens
         self._delivered = delivered
         self._held = ""
@@ -87,11 +86,14 @@ class OutputText:
 
     def _possible_start(self, text: str) -> int:
         """Length of the longest end of `text` that begins a stop string, but isn't one."""
-        for length in range(min(len(text), self._longest - 1), 0, -1):
-            end = text[-length:]
-            if any(len(stop) > length and stop.startswith(end) for stop in self._stop):
-                return length
-        return 0
+        longest = 0
+        for stop in self._stop:
+            at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+            while at >= 0 and not stop.startswith(text[at:]):
+                at = text.find(stop[0], at + 1)
+            if at >= 0:
+                longest = max(longest, len(text) - at)
+        return longest
 
     def _undelivered(self, text: str) -> str:
         if not self._delivered:
