@@ -1,7 +1,7 @@
 """HTTP/2 for gRPC (RFC 9113), the server's side: frames, header blocks, flow control. No TLS, no upgrade: prior knowledge only.
 
-Why not a library: what costs a router is the work per message, and here a message is one frame header and one write; uvloop
-gathers the writes of one turn of the event loop into one system call. Header blocks are read by `hpack`.
+Why not a library: what costs a router is the work per message. Here a message is one frame header and an append: what all
+streams of a connection write in one turn of the event loop goes out in one system call. Header blocks are read by `hpack`.
 """
 
 from __future__ import annotations
@@ -187,7 +187,8 @@ class Connection(asyncio.Protocol):
         self.quiet_for = 0
         """Keepalive intervals without a byte from the peer."""
         self.resets = 0
-        self.write: Callable[[bytes], None] = lambda data: None
+        self._out: list[bytes] = []
+        self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._buffer = b""
         self._greeted = False
@@ -203,7 +204,6 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        self.write = self._transport.write
         self.state.connections.add(self)
         settings = (
             (MAX_CONCURRENT_STREAMS, self.state.limits.concurrent_streams),
@@ -232,7 +232,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.state.connections.discard(self)
         self.blocked = True
-        self.write = lambda data: None
+        self._out.clear()
         streams = list(self.streams.values())
         self.streams.clear()
         self.waiting.clear()
@@ -240,6 +240,12 @@ class Connection(asyncio.Protocol):
             self._gone(stream)
 
     # For streams and the server
+
+    def write(self, data: bytes) -> None:
+        """Write at the end of this turn of the event loop, with all else that is written in it."""
+        if not self._out:
+            self._loop.call_soon(self._flush)
+        self._out.append(data)
 
     def write_frame(self, kind: int, flags: int, stream_id: int, payload: bytes = b"") -> None:
         size = len(payload)
@@ -458,7 +464,13 @@ class Connection(asyncio.Protocol):
     def _go_away(self, code: int, reason: str) -> None:
         self.write_frame(GOAWAY, 0, 0, struct.pack(">II", self._last_id, code) + reason.encode())
 
+    def _flush(self) -> None:
+        if self._out and self._transport is not None and not self._transport.is_closing():
+            self._transport.write(b"".join(self._out))
+        self._out.clear()
+
     def _close(self) -> None:
+        self._flush()
         if self._transport is not None and not self._transport.is_closing():
             self._transport.close()
 
