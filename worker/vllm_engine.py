@@ -39,12 +39,15 @@ from rankway.worker.vllm_loads import RankLoads
 from rankway.worker.vllm_sampling import to_logprobs
 
 if TYPE_CHECKING:
+    from rankway.worker.vllm_guard import Guard
     from rankway.worker.vllm_stream import RankStream
 
 log = logs.get("worker.vllm")
 
 WAIT_LOG_S = 15.0
 """Between two log lines that say what start-up waits for."""
+GUARD_S = 1.0
+"""Between two looks for new processes during start-up."""
 LIVENESS_S = 0.1
 """Between two looks at the engine's processes."""
 RESET_RETRY_S = 0.5
@@ -143,6 +146,7 @@ class VllmEngine:
         self._assigned = assigned
         self._argv = list(argv)
         self._api: Any = None
+        self._guard: Guard | None = None
         self._llm: Any = None
         self._configured: Any = None
         self._sink: EngineSink
@@ -238,6 +242,8 @@ class VllmEngine:
         if self._llm is not None:
             await _in_thread(lambda: self._llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S))
         await self._end_children()
+        if self._guard is not None:
+            await asyncio.to_thread(self._guard.close)
 
     # Start-up
 
@@ -245,9 +251,10 @@ class VllmEngine:
         # A forked engine would share this process's sockets, threads and signal wake-up descriptor.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-        from rankway.worker import vllm_api
+        from rankway.worker import vllm_api, vllm_guard
 
         self._api = vllm_api
+        self._guard = vllm_guard.Guard()
         return vllm_api.configure(self._model, self._argv, self._assigned)
 
     def _launch(self) -> Any:
@@ -255,11 +262,17 @@ class VllmEngine:
 
     async def _blocking(self, work: Callable[[], T], doing: str) -> T:
         """Run a blocking part of the start on a thread and say what is awaited. If it fails or is cancelled, no process stays."""
+        loop = asyncio.get_running_loop()
         future = _in_thread(work)
         try:
             log.info("starting", doing=doing)
-            while not (await asyncio.wait({future}, timeout=WAIT_LOG_S))[0]:
-                log.info("still starting", doing=doing)
+            said = started = loop.time()
+            while not (await asyncio.wait({future}, timeout=GUARD_S))[0]:
+                await self._tell_guard()
+                if loop.time() - said > WAIT_LOG_S:
+                    said = loop.time()
+                    log.info("still starting", doing=doing, seconds=round(said - started))
+            await self._tell_guard()
             return future.result()
         except asyncio.CancelledError:
             log.info("start-up cancelled: ending vLLM's processes")
@@ -277,6 +290,10 @@ class VllmEngine:
             raise EngineFailed(
                 f"vLLM doesn't start, the cause is in its log lines above: {type(error).__name__}: {error}"
             ) from error
+
+    async def _tell_guard(self) -> None:
+        if self._guard is not None:
+            await asyncio.to_thread(self._guard.tell)
 
     async def _end_children(self) -> None:
         if self._api is not None:
