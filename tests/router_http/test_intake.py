@@ -171,9 +171,9 @@ async def test_waiting_text_of_a_client_that_left() -> None:
     second = asyncio.ensure_future(threads.run(1, lambda: ran.append(2)))
     await asyncio.sleep(0)
     second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
     hold.set()
     await first
-    await asyncio.gather(second, return_exceptions=True)
     assert threads.stats.waiting == 0
     threads.close()
     assert ran == []
