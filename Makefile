@@ -77,7 +77,7 @@ soak: $(VENV)/.dev ## long runs: 10,000 requests with a fifth cancelled, storms
 	  tests/system/test_soak.py tests/system/test_failures.py $(PYTEST_ARGS)
 
 bench: $(VENV)/.dev ## the core against Dynamo's; JSON=<file> writes the figures
-	$(BIN)/python bench/core.py
+	$(BIN)/python bench/core.py $(if $(PEERS_DIR),--peer-python='$(PEERS_DIR)/dynamo/bin/python')
 
 bench-proxy: $(VENV)/.dev ## the router against other routers; JSON=<file> writes the figures, PEERS_DIR=<their venvs>
 	$(BIN)/python bench/proxy.py $(if $(PEERS_DIR),--peers-dir='$(PEERS_DIR)')

@@ -146,8 +146,8 @@ def result(row: Row, ours: float, theirs: float) -> Result:
 
 def line(result: Result, *, at_most: bool) -> str:
     reach = f"{'<=' if at_most else '>='} {result.reach:g}{' ms' if result.unit == 'ms' else ''}"
-    verdict = "" if result.holds else "  MISSED"
-    return f"{result.name:<46} {result.ours:>10.2f} {result.theirs:>10.2f} {result.unit:<6} {result.ratio:>7.2f}  {reach:<9}{verdict}"
+    figures = f"{result.ours:>10.2f} {result.theirs:>10.2f} {result.unit:<6} {result.ratio:>7.2f}"
+    return f"{result.name:<46} {figures}  {reach:<9}{'' if result.holds else '  MISSED'}"
 
 
 def peer_python(path: Path) -> str:

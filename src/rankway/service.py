@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import socket
@@ -22,7 +23,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
 import rankway
-from rankway import logs
+from rankway import logs, native
 from rankway import settings as settings_module
 
 log = logs.get("service")
@@ -62,6 +63,7 @@ def main(
     )
     logs.configure(settings.log_level, service=name)
     log.info("settings", version=rankway.__version__, pid=os.getpid(), **settings_module.effective(settings))
+    log.log(logging.INFO if native.COMPILED else logging.WARNING, "core", core=native.REASON)
     try:
         return uvloop.run(_supervise(name, settings, run))
     except OSError as error:
