@@ -178,7 +178,9 @@ class LeaseKeeper:
             raise RuntimeError("register first")
         while self._lease is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), self._lease.ttl_s / 3)
+                # Not wait_for: on Python 3.11 it loses a cancellation that comes together with the event.
+                async with asyncio.timeout(self._lease.ttl_s / 3):
+                    await self._changed.wait()
             self._changed.clear()
             if not self._left:
                 await self._renew()

@@ -111,7 +111,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServicer):
         while after and position is None and (wait_s := view.lenient_until - time.monotonic()) > 0:
             # What this watcher knows is better than a view that workers are still coming back to.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(mirror.changed(), wait_s)
+                async with asyncio.timeout(wait_s):
+                    await mirror.changed()
             position = view.resume(after)
         while not self._stopping:
             deltas = view.since(position) if position is not None else None

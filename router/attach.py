@@ -9,17 +9,16 @@ import asyncio
 import contextlib
 import itertools
 import random
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-import grpc
-import grpc.aio
+from google.protobuf.message import DecodeError
 
-from rankway import logs, rpc
+from rankway import logs
 from rankway.errors import Overloaded, RankwayError, Unavailable
 from rankway.ranks import Instance
-from rankway.v1 import worker_pb2, worker_pb2_grpc
+from rankway.router.attach_wire import BidiCall, CallFailed
+from rankway.v1 import worker_pb2
 
 log = logs.get("attach")
 
@@ -30,7 +29,7 @@ RETRY_MIN_S, RETRY_MAX_S = 0.05, 1.0
 MAX_OUTBOX = 4096
 """Starts and Aborts that wait to be written; a worker that doesn't read that many is as good as full."""
 
-AttachCall = grpc.aio.StreamStreamCall[worker_pb2.AttachRequest, worker_pb2.AttachResponse]
+ATTACH = "/rankway.v1.Worker/Attach"
 
 
 class Receiver(Protocol):
@@ -62,8 +61,8 @@ class Link:
         self._on_down = on_down
         self._receivers: dict[int, Receiver] = {}
         self._streams = itertools.count(1)
-        self._outbox: deque[worker_pb2.AttachRequest] = deque()
-        self._filled = asyncio.Event()
+        self._call: BidiCall | None = None
+        self._welcome: asyncio.Future[None] | None = None
         self._retired = asyncio.Event()
         self._emptied: asyncio.Future[None] | None = None
 
@@ -73,7 +72,7 @@ class Link:
 
     @property
     def outbox_size(self) -> int:
-        return len(self._outbox)
+        return len(self._call.waiting) if self._call is not None else 0
 
     def start(self, start: worker_pb2.Start, receiver: Receiver) -> int:
         """Send a request; `start.stream` is set here and returned.
@@ -83,8 +82,8 @@ class Link:
         """
         if not self.connected:
             raise Unavailable(f"worker {self.instance.worker_id} is not connected")
-        if len(self._outbox) >= MAX_OUTBOX:
-            raise Overloaded(f"worker {self.instance.worker_id} doesn't read: {len(self._outbox)} messages wait")
+        if self.outbox_size >= MAX_OUTBOX:
+            raise Overloaded(f"worker {self.instance.worker_id} doesn't read: {self.outbox_size} messages wait")
         stream = start.stream = next(self._streams)
         self._receivers[stream] = receiver
         self._send(worker_pb2.AttachRequest(start=start))
@@ -123,71 +122,61 @@ class Link:
                     return
                 pause_s = RETRY_MIN_S if lived_s > RETRY_MAX_S else min(2 * pause_s, RETRY_MAX_S)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._retired.wait(), pause_s * random.uniform(0.5, 1.0))
+                    async with asyncio.timeout(pause_s * random.uniform(0.5, 1.0)):
+                        await self._retired.wait()
                 self.reconnects += 1
         finally:
             self._retired.set()
             self._lose("the router gave the link up")
 
     def _send(self, message: worker_pb2.AttachRequest) -> None:
-        self._outbox.append(message)
-        self._filled.set()
+        if self._call is not None:
+            self._call.send(message.SerializeToString())
 
     async def _attach_once(self) -> str:
         """Serve one stream until it ends; returns why it ended."""
-        # A channel of its own each time: one that has seen its peer restart would stay in back-off.
-        channel = rpc.open_channel(self.endpoint)
-        tasks: list[asyncio.Task[None]] = []
+        idle = asyncio.create_task(self._idle())
+        self._welcome = asyncio.get_running_loop().create_future()
         try:
-            call = worker_pb2_grpc.WorkerStub(channel).Attach()
-            await self._greet(call)
-            tasks = [asyncio.create_task(role) for role in (self._read(call), self._write(call), self._idle())]
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-            return "the stream has ended"
-        except grpc.aio.AioRpcError as error:
-            return f"{error.code().name}: {error.details()}"
-        except (grpc.aio.UsageError, asyncio.InvalidStateError) as error:
+            async with asyncio.timeout(WELCOME_TIMEOUT_S):
+                self._call = call = await BidiCall.open(self.endpoint, ATTACH, self._received)
+                hello = worker_pb2.Hello(router_id=self._router_id, epoch=self.instance.epoch)
+                self._send(worker_pb2.AttachRequest(hello=hello))
+                await asyncio.wait({self._welcome, call.ended}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({call.ended, idle}, return_when=asyncio.FIRST_COMPLETED)
+            return call.ended.result() if call.ended.done() else "nothing runs on it any more"
+        except CallFailed as error:
             return str(error)
         except TimeoutError:
             return f"no Welcome within {WELCOME_TIMEOUT_S:.0f} s"
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await channel.close()
+            idle.cancel()
+            if self._call is not None:
+                self._call.close()
+                self._call = None
 
-    async def _greet(self, call: AttachCall) -> None:
-        async with asyncio.timeout(WELCOME_TIMEOUT_S):
-            hello = worker_pb2.Hello(router_id=self._router_id, epoch=self.instance.epoch)
-            await call.write(worker_pb2.AttachRequest(hello=hello))
-            welcome = await call.read()
-        if welcome is grpc.aio.EOF:
-            raise grpc.aio.UsageError("the worker ended the stream before its Welcome")
-        self._outbox.clear()
+    def _received(self, message: bytes) -> None:
+        """Called with each message of the stream; the first is the Welcome."""
+        try:
+            answer = worker_pb2.AttachResponse.FromString(message)
+        except DecodeError:
+            log.warning("not an AttachResponse", worker_id=self.instance.worker_id, bytes=len(message))
+            return
+        if not self.connected:
+            self._greeted()
+            return
+        receivers = self._receivers
+        for delta in answer.step.deltas:
+            receiver = receivers.get(delta.stream)
+            if receiver is not None:
+                receiver.on_delta(delta)
+
+    def _greeted(self) -> None:
+        if self._welcome is not None and not self._welcome.done():
+            self._welcome.set_result(None)
         self.connected = True
         log.info("attached", worker_id=self.instance.worker_id, epoch=self.instance.epoch, endpoint=self.endpoint)
         self._on_up(self)
-
-    async def _read(self, call: AttachCall) -> None:
-        receivers = self._receivers
-        while True:
-            message = await call.read()
-            if not isinstance(message, worker_pb2.AttachResponse):
-                return  # grpc.aio.EOF
-            for delta in message.step.deltas:
-                receiver = receivers.get(delta.stream)
-                if receiver is not None:
-                    receiver.on_delta(delta)
-
-    async def _write(self, call: AttachCall) -> None:
-        outbox, filled = self._outbox, self._filled
-        while True:
-            while outbox:
-                await call.write(outbox.popleft())
-            filled.clear()
-            await filled.wait()
 
     async def _idle(self) -> None:
         """Return once the link is retired and nothing runs on it."""
@@ -204,7 +193,6 @@ class Link:
 
     def _lose(self, reason: str) -> None:
         was_connected, self.connected = self.connected, False
-        self._outbox.clear()
         if was_connected:
             note = log.info if self._retired.is_set() else log.warning
             note(

@@ -122,7 +122,9 @@ class Sharing:
         """Everything, on request and now and then."""
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._full_wanted.wait(), FULL_EVERY_S)
+                # Not wait_for: on Python 3.11 it loses a cancellation that comes together with the event.
+                async with asyncio.timeout(FULL_EVERY_S):
+                    await self._full_wanted.wait()
             self._full_wanted.clear()
             self._others.tidy(self._clock())
             await self._publish_full()

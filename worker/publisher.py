@@ -119,7 +119,8 @@ class Publisher:
             client, self._client = self._client, None
             with contextlib.suppress(TimeoutError):
                 # A server that hangs is no reason for us to.
-                await asyncio.wait_for(client.close(), CLOSE_TIMEOUT_S)
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await client.close()
 
     async def flush(self, timeout_s: float) -> None:
         """Wait until NATS has what is queued, `timeout_s` at most."""

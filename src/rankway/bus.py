@@ -121,18 +121,29 @@ async def connect(url: str, *, name: str, pending_bytes: int = 8 * 2**20) -> tup
         status.reconnected.set()
         log.info("NATS connection is back", url=url)
 
-    await client.connect(
-        servers=url.split(","),
-        name=name,
-        max_reconnect_attempts=-1,
-        reconnect_time_wait=0.25,  # type: ignore[arg-type]  # a float works; nats-py says int
-        allow_reconnect=True,
-        connect_timeout=2,
-        ping_interval=10,
-        max_outstanding_pings=2,
-        pending_size=pending_bytes,
-        error_cb=on_error,
-        disconnected_cb=on_disconnected,
-        reconnected_cb=on_reconnected,
+    connecting = asyncio.create_task(
+        client.connect(
+            servers=url.split(","),
+            name=name,
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=0.25,  # type: ignore[arg-type]  # a float works; nats-py says int
+            allow_reconnect=True,
+            connect_timeout=2,
+            ping_interval=10,
+            max_outstanding_pings=2,
+            pending_size=pending_bytes,
+            error_cb=on_error,
+            disconnected_cb=on_disconnected,
+            reconnected_cb=on_reconnected,
+        )
     )
+    try:
+        await asyncio.wait((connecting,))
+        connecting.result()
+    finally:
+        # One cancellation may be lost: nats-py waits with wait_for, which on Python 3.11 forgets it when an attempt fails at
+        # that very moment, and tries on for ever.
+        while not connecting.done():
+            connecting.cancel()
+            await asyncio.wait((connecting,), timeout=0.05)
     return client, status

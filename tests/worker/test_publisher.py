@@ -209,6 +209,15 @@ async def test_events_and_loads_cross_nats_on_their_subjects(
         assert list(listener.batches) == [6]
 
 
+async def test_a_worker_that_waits_for_nats_can_always_be_stopped() -> None:
+    """A cancellation isn't lost, not even one that comes just as an attempt to connect fails."""
+    runs = [asyncio.create_task(opened().run("nats://127.0.0.1:1")) for _ in range(200)]
+    for number, task in enumerate(runs):
+        asyncio.get_running_loop().call_later(0.003 * number, task.cancel)
+    _, hanging = await asyncio.wait(runs, timeout=5)
+    assert not hanging
+
+
 async def test_after_nats_was_away_the_next_load_shows_what_was_missed(
     registry: tuple[FakeRegistry, str], nats_server: NatsServer, listener: Listener
 ) -> None:
