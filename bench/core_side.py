@@ -38,7 +38,7 @@ def resident_bytes() -> int:
 
 
 def serve(measures: Mapping[str, Measure]) -> None:
-    """Answer {"measure", "params", "runs"} with {"value"}, the least of the runs. What was prepared is kept for the next request."""
+    """Answer {"measure", "params", "runs"} with {"value"}, the least of the runs. What was prepared is kept for the next."""
     current: tuple[str, Timed] | None = None
     for line in sys.stdin:
         request: dict[str, Any] = json.loads(line)

@@ -267,14 +267,12 @@ static bool numbers_open(Numbers *n, PyObject *object, size_t width)
 
 /* ---- The hash chain. */
 
-/* Hashes full blocks of tokens into `out`. Fetches each block's bucket ahead of a match, if a table is given. */
-static void chain_blocks(const byte *tokens, size_t blocks, size_t stride, uint64_t h, byte *out, const Table *table)
+/* Hashes full blocks of tokens into `out`. */
+static void chain_blocks(const byte *tokens, size_t blocks, size_t stride, uint64_t h, byte *out)
 {
     for (size_t i = 0; i < blocks; i++) {
         h = stride == 64 ? xxh64(tokens + 64 * i, 64, h) : xxh64(tokens + stride * i, stride, h);
         store64(out + 8 * i, h);
-        if (table)
-            __builtin_prefetch(table_home(table, h, 0));
     }
 }
 
@@ -340,10 +338,10 @@ static PyObject *core_hash_chain(PyObject *self, PyObject *const *args, Py_ssize
                 Py_CLEAR(result);
         } else if (blocks >= LONG_BLOCKS) {
             Py_BEGIN_ALLOW_THREADS
-            chain_blocks(tokens.data, blocks, stride, root, out, NULL);
+            chain_blocks(tokens.data, blocks, stride, root, out);
             Py_END_ALLOW_THREADS
         } else {
-            chain_blocks(tokens.data, blocks, stride, root, out, NULL);
+            chain_blocks(tokens.data, blocks, stride, root, out);
         }
     }
     numbers_close(&tokens);
@@ -903,7 +901,7 @@ static PyObject *core_choose_for_tokens(PyObject *self, PyObject *const *args, P
             byte *out = (byte *)PyBytes_AS_STRING(hashes);
             c.prompt.prompt_tokens = (int64_t)tokens.count;
             choosing_wait(&c);
-            chain_blocks(tokens.data, blocks, 4 * (size_t)c.prompt.block_size, root, out, &c.index->holders.table);
+            chain_blocks(tokens.data, blocks, 4 * (size_t)c.prompt.block_size, root, out);
             choice = pick(&c, out, blocks);
         }
         if (choice)

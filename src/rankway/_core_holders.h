@@ -726,6 +726,17 @@ static void match_narrow(Match *m, uint64_t word)
     m->word = count ? inline_word(ids, count) : 0;
 }
 
+/* Whether all who run are in a row of the same chunks. */
+static inline bool row_covers_all(const Row *row, const uint64_t *mask, const Match *m)
+{
+    if (row->used != m->chunks || memcmp(row->chunk, m->chunk, m->chunks * sizeof *m->chunk))
+        return false;
+    uint64_t missing = 0;
+    for (unsigned i = 0; i < m->chunks; i++)
+        missing |= m->mask[i] & ~mask[i];
+    return !missing;
+}
+
 /* The runners that a block's holders don't include leave. */
 static inline void match_meet(Match *m, uint64_t word)
 {
@@ -748,6 +759,8 @@ static inline void match_meet(Match *m, uint64_t word)
     }
     Row *row = row_of(word);
     const uint64_t *mask = row_mask(row);
+    if (row_covers_all(row, mask, m))
+        return;
     unsigned kept = 0;
     for (unsigned i = 0, j = 0; i < m->chunks; i++) {
         while (j < row->used && row->chunk[j] < m->chunk[i])
@@ -819,33 +832,41 @@ static inline bool match_feed_all(Match *m, const uint64_t *word, size_t count)
     return true;
 }
 
-/* Looks up the holders of blocks whose homes are known, and fetches their rows; returns how many blocks there are before a hole. */
+/* Looks up the holders of blocks whose homes are known, and fetches their rows, three cache lines of them if they are wide; returns how
+ * many blocks there are before a hole. */
 static inline __attribute__((always_inline)) size_t look_up_by(BucketWord *by, Bucket *const *home, const byte *hashes,
-                                                               size_t count, uint64_t *word)
+                                                               size_t count, bool wide_rows, uint64_t *word)
 {
     for (size_t i = 0; i < count; i++) {
         word[i] = table_word_by(by, home[i], load64(hashes + 8 * i));
         if (!word[i])
             return i;
-        if (is_row(word[i]))
-            __builtin_prefetch(row_of(word[i]));
+        if (!is_row(word[i]))
+            continue;
+        const byte *row = (const byte *)row_of(word[i]);
+        __builtin_prefetch(row);
+        if (wide_rows) {
+            __builtin_prefetch(row + 64);
+            __builtin_prefetch(row + 128);
+        }
     }
     return count;
 }
 
-typedef size_t LookUp(Bucket *const *home, const byte *hashes, size_t count, uint64_t *word);
+typedef size_t LookUp(Bucket *const *home, const byte *hashes, size_t count, bool wide_rows, uint64_t *word);
 
-static size_t look_up_plain(Bucket *const *home, const byte *hashes, size_t count, uint64_t *word)
+static size_t look_up_plain(Bucket *const *home, const byte *hashes, size_t count, bool wide_rows, uint64_t *word)
 {
-    return look_up_by(bucket_word, home, hashes, count, word);
+    return look_up_by(bucket_word, home, hashes, count, wide_rows, word);
 }
 
 static LookUp *look_up = look_up_plain;
 
 #ifdef __x86_64__
-static __attribute__((target("avx2"))) size_t look_up_avx2(Bucket *const *home, const byte *hashes, size_t count, uint64_t *word)
+static __attribute__((target("avx2"))) size_t look_up_avx2(Bucket *const *home, const byte *hashes, size_t count,
+                                                           bool wide_rows, uint64_t *word)
 {
-    return look_up_by(bucket_word_avx2, home, hashes, count, word);
+    return look_up_by(bucket_word_avx2, home, hashes, count, wide_rows, word);
 }
 #endif
 
@@ -872,11 +893,12 @@ static void match_all(Match *m, const byte *hashes, size_t count)
 {
     Bucket *home[2][AHEAD];
     uint64_t word[AHEAD];
+    bool wide_rows = m->holders->slots > 384; /* a row can pass a cache line, at 10 bytes a chunk */
     match_fetch(&m->holders->table, hashes, at_most(count, AHEAD), home[0]);
     for (size_t first = 0; first < count; first += AHEAD) {
         size_t group = at_most(count - first, AHEAD), after = first + group;
         match_fetch(&m->holders->table, hashes + 8 * after, at_most(count - after, AHEAD), home[after / AHEAD % 2]);
-        size_t found = look_up(home[first / AHEAD % 2], hashes + 8 * first, group, word);
+        size_t found = look_up(home[first / AHEAD % 2], hashes + 8 * first, group, wide_rows, word);
         if (!match_feed_all(m, word, found))
             return;
         if (found < group)
