@@ -136,6 +136,8 @@ class Sharing:
             await status.reconnected.wait()
             status.reconnected.clear()
             self._full_wanted.set()
+            # An answer to what was asked a moment ago may be lost, too.
+            self._asked_at = float("-inf")
             await self._ask()
 
     async def _publish_full(self) -> None:
