@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from google.protobuf.message import DecodeError
 
@@ -142,8 +142,8 @@ class Link:
                 self._call = call = await BidiCall.open(self.endpoint, ATTACH, self._received)
                 hello = worker_pb2.Hello(router_id=self._router_id, epoch=self.instance.epoch)
                 self._send(worker_pb2.AttachRequest(hello=hello))
-                await asyncio.wait({self._welcome, call.ended}, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait({call.ended, idle}, return_when=asyncio.FIRST_COMPLETED)
+                await _first(self._welcome, call.ended)
+            await _first(call.ended, idle)
             return call.ended.result() if call.ended.done() else "nothing runs on it any more"
         except CallFailed as error:
             return str(error)
@@ -151,6 +151,7 @@ class Link:
             return f"no Welcome within {WELCOME_TIMEOUT_S:.0f} s"
         finally:
             idle.cancel()
+            await asyncio.gather(idle, return_exceptions=True)
             if self._call is not None:
                 self._call.close()
                 self._call = None
@@ -160,7 +161,9 @@ class Link:
         try:
             answer = worker_pb2.AttachResponse.FromString(message)
         except DecodeError:
-            log.warning("not an AttachResponse", worker_id=self.instance.worker_id, bytes=len(message))
+            # Tokens may be lost with it: the requests have to move.
+            if self._call is not None:
+                self._call.close(f"a message of {len(message)} bytes is no AttachResponse")
             return
         if not self.connected:
             self._greeted()
@@ -208,6 +211,11 @@ class Link:
         error = Unavailable(f"worker {self.instance.worker_id} was lost: {reason}")
         for receiver in receivers:
             receiver.on_lost(error)
+
+
+async def _first(*futures: asyncio.Future[Any]) -> None:
+    """Wait until one of them is done."""
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
 class Links:

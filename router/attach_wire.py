@@ -86,11 +86,11 @@ class BidiCall(asyncio.Protocol):
             self.waiting.append(memoryview(framed(message)))
             self._flush()
 
-    def close(self) -> None:
+    def close(self, reason: str = "closed") -> None:
         """Cancel the call and close the connection; `on_message` is called no more."""
         if not self.ended.done():
             self._write_frame(http2.RST_STREAM, 0, _STREAM, struct.pack(">I", http2.CANCEL))
-            self._end("closed")
+            self._end(reason)
 
     # asyncio.Protocol
 
