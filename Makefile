@@ -20,7 +20,7 @@ LOG_LEVEL ?=
 ARGS ?=
 
 # What the installed package is built from: when one of these is newer than the stamp, it is installed again.
-BUILT_FROM := pyproject.toml $(wildcard setup.py src/rankway/_core*.c src/rankway/_core*.h src/rankway/_core*.pyx)
+BUILT_FROM := pyproject.toml $(wildcard setup.py src/rankway/*.c src/rankway/*.h)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
