@@ -1,14 +1,16 @@
 """Storms: a whole cluster under faults, and the question whether everybody ends up knowing what the engines hold.
 
 A world is one nats-server (a child process), two registries, two indexers, two routers and two simulator workers with small
-caches, all real services over real sockets; each worker reaches NATS and the registries through proxies. A storm is a script of faults
-drawn from a seed; the load is drawn from it too. Timing is the machine's, so a seed repeats the script, not each interleaving.
+caches, all real services over real sockets; each worker reaches NATS and the registries through proxies. A storm is a script of
+faults drawn from a seed, and so is the load. Timing is the machine's: a seed repeats the script, not each interleaving.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import socket
 import time
 from array import array
 from collections import Counter
@@ -19,15 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
-from harness.indexer import RunningIndexer, RunningReplica
+from harness.indexer import RunningReplica
 from harness.nats import NatsServer
 from harness.proxies import Faults, NatsProxy, TcpProxy
 from harness.registry import Replica as RunningRegistry
-from harness.waiting import eventually, free_port
+from harness.waiting import eventually
 
 from rankway import rpc
 from rankway.blocks import unpack_hashes
 from rankway.errors import RankwayError
+from rankway.indexer import service as indexer_service
 from rankway.indexer.settings import IndexerSettings
 from rankway.indexer.slots import RankKey
 from rankway.ranks import LocalRank
@@ -35,6 +38,7 @@ from rankway.registry.client import RegistryClient
 from rankway.registry.settings import RegistrySettings
 from rankway.router import service as router_service
 from rankway.router.settings import RouterSettings
+from rankway.router.targets import Holder
 from rankway.sampling import Sampling
 from rankway.v1 import worker_pb2, worker_pb2_grpc
 from rankway.worker import service as worker_service
@@ -45,9 +49,19 @@ BLOCK_SIZE = 4
 KV_BLOCKS = 64
 RANKS_PER_WORKER = 2
 LEASE_S = 1
+KILL_TIMEOUT_S = 10.0
 
 Truth = Mapping[RankKey, set[int]]
 """What every rank of every live instance holds."""
+
+
+def _fixed_port(rng: random.Random) -> int:
+    """A port that nobody listens on and that no outgoing connection takes: one below the kernel's range for those."""
+    while True:
+        port = rng.randrange(10_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 _built: ContextVar[Callable[[Any], None]] = ContextVar("_built")
@@ -68,8 +82,16 @@ def _kept_router(*args: Any, build: Callable[..., Any] = router_service.build) -
     return router
 
 
+def _kept_state(settings: Any, *, build: Callable[..., Any] = indexer_service._state) -> Any:
+    state = build(settings)
+    if told := _built.get(None):
+        told(state)
+    return state
+
+
 worker_service._Worker = _KeptWorker  # type: ignore[misc]
 router_service.build = _kept_router
+indexer_service._state = _kept_state
 
 
 class Service:
@@ -99,9 +121,17 @@ class Service:
         return not self._task.done()
 
     async def kill(self) -> None:
-        """Cancel it where it stands."""
+        """Cancel it where it stands; how it ends doesn't matter."""
         self._task.cancel()
-        await asyncio.wait((self._task,))
+        done, _ = await asyncio.wait((self._task,), timeout=KILL_TIMEOUT_S)
+        assert done, f"not dead {KILL_TIMEOUT_S} s after its cancellation: {self._task}"
+        if not self._task.cancelled():
+            self._task.exception()  # looked at
+
+    def check(self) -> None:
+        """RuntimeError if it has ended by itself, with its cause."""
+        if self._task.done() and not self._task.cancelled():
+            raise RuntimeError(f"has ended by itself: {self.settings}") from self._task.exception()
 
     async def stop(self) -> None:
         """End it as SIGTERM does; its failure is raised."""
@@ -173,10 +203,13 @@ class StormWorker:
         assert self._service is not None
         await self._service.wait_ready()
 
+    def check(self) -> None:
+        if self._service is not None:
+            self._service.check()
+
     @property
     def endpoint(self) -> str:
         assert self._service is not None
-        assert "grpc" in self._service.addresses, (self._service.addresses, self._service._up, self._service._task)
         return self._service.addresses["grpc"]
 
     @property
@@ -196,15 +229,60 @@ class StormWorker:
         held = {}
         for feed, simulator in zip(self.publisher.feeds, self.engine.ranks, strict=True):
             mirror = feed.mirror
-            copies = {engine_hash: known[1] for engine_hash, known in mirror._known.items()}
-            copies.update(mirror._orphans)
-            assert copies == simulator.cache.cached_hashes(), f"{self.worker_id}: the mirror is not the cache"
+            assert mirror.copies() == simulator.cache.cached_hashes(), f"{self.worker_id}: the mirror is not the cache"
             held[RankKey(self.worker_id, self.instance.epoch, feed.dp_rank)] = set(mirror.snapshot())
         return held
 
     @property
     def idle(self) -> bool:
         return all(simulator.idle for simulator in self.engine.ranks)
+
+
+class StormIndexer:
+    """An indexer whose state can be looked at."""
+
+    def __init__(self, settings: IndexerSettings) -> None:
+        self.state: Any = None
+        self._service = Service(indexer_service.run, settings, self._built)
+
+    def _built(self, state: Any) -> None:
+        self.state = state
+
+    async def kill(self) -> None:
+        await self._service.kill()
+
+    async def wait_ready(self) -> None:
+        await self._service.wait_ready()
+
+    @property
+    def endpoint(self) -> str:
+        return self._service.addresses["grpc"]
+
+    def holds(self, truth: Truth) -> bool:
+        """True if its index is the truth; AssertionError if not."""
+        self._service.check()
+        tracker = self.state.tracker
+        for key, blocks in truth.items():
+            rank = tracker.ranks.get(key)
+            assert rank is not None, f"indexer: {key} is not there"
+            assert rank.known, f"indexer: {key} is unknown: {rank.repair_cause}"
+            _same(f"indexer, {key}", set(unpack_hashes(tracker.index.blocks(rank.slot))), blocks)
+        assert tracker.ranks.keys() == truth.keys(), f"the indexer knows {set(tracker.ranks) - set(truth)} too"
+        return True
+
+    def check_tidy(self, truth: Truth) -> None:
+        """Nothing is left of who has gone."""
+        tracker = self.state.tracker
+        assert len(tracker.index) == len(set().union(*truth.values()))
+        assert len(tracker.slots) == len(truth)
+        assert not tracker._waits
+        _, repairer = tracker.observers
+        assert not repairer.running
+        assert set(repairer._workers) <= {key.instance for key in truth}
+
+
+def _same(who: str, held: set[int], blocks: set[int]) -> None:
+    assert held == blocks, f"{who}: {len(held - blocks)} blocks too many, {len(blocks - held)} missing"
 
 
 class StormRouter:
@@ -236,14 +314,20 @@ class StormRouter:
 
     def holds(self, truth: Truth) -> bool:
         """True if its replica is the truth; AssertionError if not."""
+        self._service.check()
         replica = self.router.replica
         for key, blocks in truth.items():
             rank = replica.ranks.get(key)
-            assert rank is not None and rank.known, f"{self.router_id}: {key} is unknown"
-            held = set(unpack_hashes(replica.index.blocks(rank.slot)))
-            assert held == blocks, f"{self.router_id}, {key}: {len(held - blocks)} blocks too many, {len(blocks - held)} missing"
+            assert rank is not None, f"{self.router_id}: {key} is not there"
+            assert rank.known, f"{self.router_id}: {key} is unknown"
+            _same(f"{self.router_id}, {key}", set(unpack_hashes(replica.index.blocks(rank.slot))), blocks)
         assert replica.ranks.keys() == truth.keys(), f"{self.router_id} knows {set(replica.ranks) - set(truth)} too"
         return True
+
+    def check_tidy(self, truth: Truth) -> None:
+        """Nothing is left of who has gone."""
+        assert len(self.router.replica.index) == len(set().union(*truth.values()))
+        assert len(self.router.targets.held(Holder.INDEX)) == len(truth)
 
 
 @dataclass(slots=True)
@@ -255,6 +339,8 @@ class Report:
     calm_s: float = 0.0
     """From the end of the faults until everybody agreed."""
     blocks: int = 0
+    tasks: int = 0
+    """Of the whole process, in the end."""
 
 
 class World:
@@ -262,11 +348,12 @@ class World:
 
     def __init__(self, directory: Path, seed: int, *, routers: int = 2, workers: int = 2) -> None:
         self.rng = random.Random(seed)
+        ports = random.Random()
         self.nats = NatsServer(directory / "jetstream")
-        self.registry_ports = [free_port(), free_port()]
-        self.indexer_ports = [free_port(), free_port()]
+        self.registry_ports = [_fixed_port(ports), _fixed_port(ports)]
+        self.indexer_ports = [_fixed_port(ports), _fixed_port(ports)]
         self.registries: list[RunningRegistry | None] = [None, None]
-        self.indexers: list[RunningIndexer | None] = [None, None]
+        self.indexers: list[StormIndexer | None] = [None, None]
         self.routers: list[StormRouter] = []
         self.workers: list[StormWorker] = []
         self.done: Counter[str] = Counter()
@@ -381,7 +468,12 @@ class World:
         for indexer in self.indexers:
             assert indexer is not None
             await self._holds_in_full(indexer, left_s)
-        report.blocks = sum(map(len, self.truth().values()))
+        truth = self.truth()
+        for party in (*self.indexers, *self.routers):
+            assert party is not None
+            party.check_tidy(truth)
+        report.blocks = sum(map(len, truth.values()))
+        report.tasks = len(asyncio.all_tasks())
 
     def truth(self) -> dict[RankKey, set[int]]:
         held: dict[RankKey, set[int]] = {}
@@ -390,15 +482,21 @@ class World:
         return held
 
     async def _agreed(self) -> bool:
-        """True if every indexer's counts and digests and every router's blocks are the truth; AssertionError if not."""
+        """True if every indexer and every router holds the truth; AssertionError if not."""
+        for worker in self.workers:
+            worker.check()
         truth = self.truth()
+        for indexer in self.indexers:
+            assert indexer is not None
+            await indexer.wait_ready()
+            indexer.holds(truth)
         for router in self.routers:
             router.holds(truth)
         for worker in self.workers:
             await worker.wait_ready()
         return True
 
-    async def _holds_in_full(self, indexer: RunningIndexer, within_s: float) -> None:
+    async def _holds_in_full(self, indexer: StormIndexer, within_s: float) -> None:
         """What a new follower of this indexer is told is the truth, and so is what workers' Snapshots say."""
         await indexer.wait_ready()
         replica = RunningReplica([indexer.endpoint], "g")
@@ -429,7 +527,7 @@ class World:
             indexer_id=f"i{number}",
             resync_timeout_s=2.0,
         )
-        self.indexers[number] = RunningIndexer(settings)
+        self.indexers[number] = StormIndexer(settings)
 
     # --- faults
 
