@@ -13,6 +13,12 @@ setup(
             # Contracted multiply-adds would round costs differently from the pure twin.
             extra_compile_args=["-O2", "-ffp-contract=off", "-fvisibility=hidden"],
             optional=True,
-        )
+        ),
+        Extension(
+            "rankway._steps",
+            ["src/rankway/_steps.c"],
+            extra_compile_args=["-O2", "-fvisibility=hidden"],
+            optional=True,
+        ),
     ]
 )

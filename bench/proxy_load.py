@@ -103,9 +103,7 @@ class HttpClient(asyncio.Protocol):
             "seed": shape.pace_ms,
         }
         data = json.dumps(body).encode()
-        head = (
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-        )
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
         self._parser = httptools.HttpResponseParser(self)
         self._transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(data), data))
 

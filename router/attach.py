@@ -12,11 +12,10 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from google.protobuf.message import DecodeError
-
 from rankway import logs
 from rankway.errors import Overloaded, RankwayError, Unavailable
 from rankway.ranks import Instance
+from rankway.router import steps
 from rankway.router.attach_wire import BidiCall, CallFailed
 from rankway.v1 import worker_pb2
 
@@ -95,6 +94,11 @@ class Link:
             self._send(worker_pb2.AttachRequest(abort=worker_pb2.Abort(stream=stream)))
         self._close_if_idle()
 
+    def hand_over(self, stream: int, receiver: Receiver) -> None:
+        """Another receiver takes what is still to come for a request."""
+        if stream in self._receivers:
+            self._receivers[stream] = receiver
+
     def forget(self, stream: int) -> None:
         """The request has ended by itself."""
         self._receivers.pop(stream, None)
@@ -159,20 +163,15 @@ class Link:
     def _received(self, message: bytes) -> None:
         """Called with each message of the stream; the first is the Welcome."""
         try:
-            answer = worker_pb2.AttachResponse.FromString(message)
-        except DecodeError:
+            if self.connected:
+                steps.dispatch(message, self._receivers)
+            else:
+                worker_pb2.AttachResponse.FromString(message)
+                self._greeted()
+        except steps.MALFORMED:
             # Tokens may be lost with it: the requests have to move.
             if self._call is not None:
                 self._call.close(f"a message of {len(message)} bytes is no AttachResponse")
-            return
-        if not self.connected:
-            self._greeted()
-            return
-        receivers = self._receivers
-        for delta in answer.step.deltas:
-            receiver = receivers.get(delta.stream)
-            if receiver is not None:
-                receiver.on_delta(delta)
 
     def _greeted(self) -> None:
         if self._welcome is not None and not self._welcome.done():

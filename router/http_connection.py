@@ -72,8 +72,8 @@ class Exchange:
     """A request and the way to answer it, once: `respond`, or `open_stream` and then `end_stream` or `break_off`."""
 
     __slots__ = (
-        "_chunked", "_connection", "_write", "body", "done", "headers", "keep_alive", "method", "on_gone", "path", "query",
-        "started", "task",
+        "_connection", "body", "chunked", "done", "headers", "keep_alive", "method", "on_gone", "path", "query",
+        "started", "task", "write_raw",
     )  # fmt: skip
 
     def __init__(
@@ -94,8 +94,10 @@ class Exchange:
         """Called once if the client leaves before the answer is complete; nothing may be written after that."""
         self.task: asyncio.Task[None] | None = None
         self._connection = connection
-        self._write = connection.write
-        self._chunked = not http10
+        self.write_raw = connection.write
+        """Bytes to the socket as they are."""
+        self.chunked = not http10
+        """Whether a stream is framed as chunks."""
 
     def header(self, name: bytes) -> str:
         """A header's value, "" if it isn't there."""
@@ -125,26 +127,26 @@ class Exchange:
             headers,
         )
         self.started = self.done = True
-        self._write(head if self.method == "HEAD" else head + body)
+        self.write_raw(head if self.method == "HEAD" else head + body)
         self._end()
 
     def open_stream(self, headers: bytes, first: bytes) -> None:
         """Status 200, `headers` (complete lines), and the first part, maybe empty, of a body of unknown length."""
-        framing = b"transfer-encoding: chunked\r\n" if self._chunked else b""
+        framing = b"transfer-encoding: chunked\r\n" if self.chunked else b""
         head = b"%b%b%b%b\r\n" % (_STATUS_LINES[200], framing, self._common_headers(), headers)
         self.started = True
-        if self._chunked and first:
+        if self.chunked and first:
             first = b"%x\r\n%b\r\n" % (len(first), first)
-        self._write(head + first)
+        self.write_raw(head + first)
 
     def write(self, data: bytes) -> None:
         """The next part of a stream, not empty."""
-        self._write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        self.write_raw(b"%x\r\n%b\r\n" % (len(data), data) if self.chunked else data)
 
     def end_stream(self, last: bytes) -> None:
         """The last part of a stream, and its regular end."""
         self.done = True
-        self._write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(last), last) if self._chunked else last)
+        self.write_raw(b"%x\r\n%b\r\n0\r\n\r\n" % (len(last), last) if self.chunked else last)
         self._end()
 
     def break_off(self, last: bytes) -> None:

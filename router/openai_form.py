@@ -40,6 +40,9 @@ class Form(Protocol):
     def text(self, index: int, text: str) -> bytes:
         """The event of new text."""
 
+    def around_text(self) -> tuple[bytes, bytes]:
+        """What `text` of choice 0 writes before and after the JSON string."""
+
     def text_with_logprobs(self, index: int, text: str, logprobs: Iterable[types_pb2.TokenLogprob]) -> bytes:
         """The event of new tokens, whose text may still be held back."""
 
@@ -99,6 +102,9 @@ class ChatForm(_Base):
     def text(self, index: int, text: str) -> bytes:
         return self._before[index] + json_string(text) + self._after
 
+    def around_text(self) -> tuple[bytes, bytes]:
+        return self._before[0], self._after
+
     def text_with_logprobs(self, index: int, text: str, logprobs: Iterable[types_pb2.TokenLogprob]) -> bytes:
         delta = {"content": text}
         return self._event({"index": index, "delta": delta, "logprobs": _chat_logprobs(logprobs), "finish_reason": None})
@@ -137,6 +143,9 @@ class CompletionForm(_Base):
 
     def text(self, index: int, text: str) -> bytes:
         return self._before[index] + json_string(text) + self._after
+
+    def around_text(self) -> tuple[bytes, bytes]:
+        return self._before[0], self._after
 
     def text_with_logprobs(self, index: int, text: str, logprobs: Iterable[types_pb2.TokenLogprob]) -> bytes:
         found = _completion_logprobs(logprobs, self._offsets[index])

@@ -10,6 +10,7 @@ from rankway.router.http_error import error_answer, error_of
 from rankway.router.openai_form import REASONS, Choice, Form
 from rankway.router.requests import Dispatch, Dispatcher, Outcome, Routed, RouterRequest
 from rankway.router.sse import DONE, event
+from rankway.router.steps import Events
 from rankway.v1 import types_pb2, worker_pb2
 
 _ABORT = types_pb2.FINISH_REASON_ABORT
@@ -74,6 +75,12 @@ class StreamedAnswer(_Answer):
         self._routed = routed
         headers = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n" + self._headers()
         self._exchange.open_stream(headers, self._form.opening())
+
+    def plain_events(self) -> Events | None:
+        """How to write text without coming by here; None: not with log probabilities."""
+        if self._logprobs:
+            return None
+        return self._exchange.write_raw, *self._form.around_text(), self._exchange.chunked
 
     def delta(self, delta: worker_pb2.StepDelta) -> None:
         text = delta.text

@@ -15,6 +15,7 @@ from rankway.router.eligibility import Query
 from rankway.router.ledger import Booking
 from rankway.router.policy import Decision
 from rankway.router.requests import Outcome, Routed, RouterRequest, Sink
+from rankway.router.steps import Pipe, open_pipe
 from rankway.router.targets import Place
 from rankway.sampling import to_proto
 from rankway.v1 import types_pb2, worker_pb2
@@ -86,7 +87,7 @@ class Flight:
     __slots__ = (
         "_owner", "_sink", "_start_sampling", "answered_once", "arrived", "attempts", "booking", "cached_tokens",
         "chars", "decision", "entry", "error", "fresh", "generated", "grow_at", "left", "link", "migrations",
-        "reasons", "request", "resumable", "resumed", "routed", "stage", "stream", "timer", "tried", "waiting_for",
+        "pipe", "reasons", "request", "resumable", "resumed", "routed", "stage", "stream", "timer", "tried", "waiting_for",
     )  # fmt: skip
 
     def __init__(self, owner: Owner, request: RouterRequest, sink: Sink, now: float) -> None:
@@ -118,6 +119,8 @@ class Flight:
         self.grow_at = _NEVER
         self.link: Link | None = None
         self.stream = 0
+        self.pipe: Pipe | None = None
+        """Stands in at the link for what is plain; counts its characters itself."""
         self.booking: Booking | None = None
         self.decision: Decision | None = None
         self.entry: Entry[Flight] | None = None
@@ -201,7 +204,7 @@ class Flight:
         if delta.finish_reason:
             self._choice_ended(delta.index, delta.finish_reason)
         elif len(self.generated) >= self.grow_at:
-            self._grow()
+            self.grow()
 
     def on_lost(self, error: RankwayError) -> None:
         """`attach.Receiver.on_lost`."""
@@ -216,6 +219,23 @@ class Flight:
         if not self.answered_once:
             self.answered_once = True
             self.cached_tokens = cached
+        if self.resumable and not delta.finish_reason:
+            self._open_pipe()
+
+    def _open_pipe(self) -> None:
+        """Let the deltas after this one take the short way, where there is one."""
+        plain_events = getattr(self._sink, "plain_events", None)  # not every sink writes events
+        events = plain_events() if plain_events is not None else None
+        if events is not None and self.link is not None:
+            self.pipe = open_pipe(self, events)
+            if self.pipe is not None:
+                self.link.hand_over(self.stream, self.pipe)
+
+    def _close_pipe(self) -> None:
+        if self.pipe is not None:
+            pipe, self.pipe = self.pipe, None
+            pipe.closed = True
+            self.chars += pipe.chars
 
     def _refused(self, error: worker_pb2.StreamError) -> None:
         if self.stage is not Stage.SENT:
@@ -234,6 +254,7 @@ class Flight:
 
     def _again(self, error: RankwayError, *, engine_broke: bool) -> None:
         """The attempt has failed: another target, if that can be done without the client noticing."""
+        self._close_pipe()
         self._release()
         more = self._owner.failed_at(self, engine_broke)
         if self.answered_once and not self.resumable:
@@ -275,7 +296,8 @@ class Flight:
         started = prompt_bytes + self.resumed
         self.grow_at = (started // stride + 1) * stride - prompt_bytes
 
-    def _grow(self) -> None:
+    def grow(self) -> None:
+        """The output has filled another block."""
         if self.booking is None or self.decision is None:
             return
         stride = 4 * self.decision.block_size
@@ -283,6 +305,8 @@ class Flight:
         blocks = (prompt_bytes + len(self.generated)) // stride
         self._owner.grown(self.booking, blocks - (prompt_bytes + self.resumed) // stride)
         self.grow_at = (blocks + 1) * stride - prompt_bytes
+        if self.pipe is not None:
+            self.pipe.grow_at = self.grow_at
 
     def _leave_engine(self) -> None:
         if self.link is not None:
@@ -298,6 +322,7 @@ class Flight:
         if self.stage is Stage.WAITING:
             self._owner.stop_waiting(self)
         self.stage = Stage.ENDED
+        self._close_pipe()
         self._release()
         if self.timer is not None:
             self.timer.cancel()

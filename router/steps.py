@@ -1,0 +1,96 @@
+"""From a worker's message to the requests it belongs to: the way of every token, compiled where this machine has it.
+
+`dispatch` hands each delta of a message to its receiver. With the compiled part, a receiver that is a `Pipe` gets its plain
+deltas (tokens and text, nothing else) without any Python object in between: they become server-sent events at once, and what one
+message brings for a stream leaves in one write. Without it there are no pipes, and the results are the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from google.protobuf.message import DecodeError
+
+from rankway.errors import RankwayError
+from rankway.v1 import worker_pb2
+
+if TYPE_CHECKING:
+    from rankway.router.request import Flight
+
+_steps: Any = None
+if os.environ.get("RANKWAY_PURE") != "1":
+    with contextlib.suppress(ImportError):
+        from rankway import _steps
+
+COMPILED = _steps is not None
+
+MALFORMED = (DecodeError, ValueError)
+"""What `dispatch` raises for a message that is no AttachResponse."""
+
+Events = tuple[Callable[[bytes], None], bytes, bytes, bool]
+"""How a client's side turns text into events: what writes them; an event's bytes before and after its JSON string; whether writes
+are framed as HTTP chunks."""
+
+
+class Receives(Protocol):
+    def on_delta(self, delta: worker_pb2.StepDelta) -> None: ...
+
+
+class Pipe(Protocol):
+    """A flight's stand-in at its link."""
+
+    chars: int
+    """Code points of text that went through."""
+    grow_at: int
+    """Bytes of output tokens from which the flight grows."""
+    closed: bool
+    """The flight has left: nothing is written any more."""
+
+    def on_delta(self, delta: worker_pb2.StepDelta) -> None: ...
+
+    def on_lost(self, error: RankwayError) -> None: ...
+
+
+def dispatch(message: bytes, receivers: dict[int, Any]) -> None:
+    """Hand the deltas of an AttachResponse to their receivers (`Receives`), by stream; nobody's are passed over.
+
+    Raises:
+        DecodeError, ValueError (`MALFORMED`): it is none, or a part of it is none.
+    """
+    if COMPILED:
+        _steps.dispatch(message, receivers, worker_pb2.StepDelta.FromString)
+        return
+    for delta in worker_pb2.AttachResponse.FromString(message).step.deltas:
+        receiver = receivers.get(delta.stream)
+        if receiver is not None:
+            receiver.on_delta(delta)
+
+
+def open_pipe(flight: Flight, events: Events) -> Pipe | None:
+    """A pipe from here to the client; None where the compiled part is missing."""
+    if not COMPILED:
+        return None
+    pipe = _FlightPipe(*events, flight.generated, 0, flight.grow_at)
+    pipe.flight = flight
+    return pipe
+
+
+if COMPILED:
+
+    class _FlightPipe(_steps.Pipe):  # type: ignore[misc]  # its module may be missing
+        """What isn't plain goes to the flight itself."""
+
+        __slots__ = ("flight",)
+        flight: Flight
+
+        def on_delta(self, delta: worker_pb2.StepDelta) -> None:
+            self.flight.on_delta(delta)
+
+        def on_lost(self, error: RankwayError) -> None:
+            self.flight.on_lost(error)
+
+        def on_grow(self) -> None:
+            self.flight.grow()

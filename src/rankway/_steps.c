@@ -1,0 +1,422 @@
+/* The path of a token through the router: from the bytes of a worker's AttachResponse to the bytes of server-sent events.
+ *
+ * The readable form and the oracle is the Python path (router/attach.py, request.py, openai_sinks.py): a message decoded by protobuf,
+ * each delta handed to its receiver. Here a delta that only brings tokens and text for a receiver that is a Pipe takes a short cut:
+ * its tokens and characters are counted, its text becomes an event, and what one message brings for a stream leaves in one write.
+ * Every other delta (the first and the last of a stream, errors, log probabilities, several choices) goes to `on_delta` as ever.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+#include <structmember.h>
+
+/* ---- A stream that takes the short cut. */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *write;     /* called with bytes */
+    PyObject *generated; /* bytearray: output tokens, packed */
+    PyObject *before;    /* bytes of an event before its JSON string … */
+    PyObject *after;     /* … and after it */
+    Py_ssize_t chars;    /* code points of output text */
+    Py_ssize_t grow_at;  /* size of `generated` from which on_grow is called */
+    char chunked;        /* whether writes are framed as HTTP chunks */
+    char closed;
+    uint8_t *events; /* built, not yet written */
+    size_t size, room;
+} Pipe;
+
+static PyTypeObject PipeType;
+static PyObject *str_on_delta, *str_on_grow;
+
+static bool reserve(Pipe *pipe, size_t more)
+{
+    if (pipe->room - pipe->size >= more)
+        return true;
+    size_t room = pipe->room ? pipe->room : 1024;
+    while (room - pipe->size < more)
+        room *= 2;
+    uint8_t *events = PyMem_Realloc(pipe->events, room);
+    if (!events) {
+        PyErr_NoMemory();
+        return false;
+    }
+    pipe->events = events;
+    pipe->room = room;
+    return true;
+}
+
+/* Bytes of the UTF-8 character at `text`, 0 if it is none. */
+static int utf8_length(const uint8_t *text, size_t left)
+{
+    uint8_t lead = text[0];
+    int length = lead < 0x80 ? 1 : lead < 0xC2 ? 0 : lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : lead < 0xF5 ? 4 : 0;
+    if (!length || (size_t)length > left)
+        return 0;
+    for (int i = 1; i < length; i++)
+        if ((text[i] & 0xC0) != 0x80)
+            return 0;
+    if ((lead == 0xE0 && text[1] < 0xA0) || (lead == 0xED && text[1] > 0x9F) || (lead == 0xF0 && text[1] < 0x90) ||
+        (lead == 0xF4 && text[1] > 0x8F))
+        return 0; /* longer than needed, a surrogate, or beyond U+10FFFF */
+    return length;
+}
+
+/* Writes `text` as a JSON string that no line splitter cuts (U+0085, U+2028 and U+2029 are escaped); counts its characters.
+ * Returns its end, NULL if the text is no UTF-8. `to` has room for six bytes for each byte of text, and two quotes. */
+static uint8_t *json_string(uint8_t *to, const uint8_t *text, size_t length, Py_ssize_t *chars)
+{
+    static const char hex[] = "0123456789abcdef";
+    *to++ = '"';
+    for (size_t i = 0; i < length; ++*chars) {
+        uint8_t byte = text[i];
+        if (byte >= 0x20 && byte < 0x80 && byte != '"' && byte != '\\') {
+            *to++ = byte;
+            i++;
+            continue;
+        }
+        if (byte < 0x80) {
+            const char *at = byte ? strchr("\"\"\\\\\nn\rr\tt\bb\ff", byte) : NULL;
+            *to++ = '\\';
+            if (at) {
+                *to++ = (uint8_t)at[1];
+            } else {
+                memcpy(to, "u00", 3);
+                to[3] = (uint8_t)hex[byte >> 4];
+                to[4] = (uint8_t)hex[byte & 15];
+                to += 5;
+            }
+            i++;
+            continue;
+        }
+        int size = utf8_length(text + i, length - i);
+        if (!size)
+            return NULL;
+        if (size == 2 && byte == 0xC2 && text[i + 1] == 0x85) {
+            memcpy(to, "\\u0085", 6);
+            to += 6;
+        } else if (size == 3 && byte == 0xE2 && text[i + 1] == 0x80 && (text[i + 2] & 0xFE) == 0xA8) {
+            memcpy(to, text[i + 2] == 0xA8 ? "\\u2028" : "\\u2029", 6);
+            to += 6;
+        } else {
+            memcpy(to, text + i, (size_t)size);
+            to += size;
+        }
+        i += (size_t)size;
+    }
+    *to++ = '"';
+    return to;
+}
+
+/* Adds the event of a text; 1: done, 0: no UTF-8 and nothing added, -1: exception set. */
+static int add_event(Pipe *pipe, const uint8_t *text, size_t length)
+{
+    size_t before = (size_t)PyBytes_GET_SIZE(pipe->before), after = (size_t)PyBytes_GET_SIZE(pipe->after);
+    if (!reserve(pipe, before + after + 2 + 6 * length))
+        return -1;
+    uint8_t *to = pipe->events + pipe->size;
+    memcpy(to, PyBytes_AS_STRING(pipe->before), before);
+    Py_ssize_t chars = 0;
+    to = json_string(to + before, text, length, &chars);
+    if (!to)
+        return 0;
+    memcpy(to, PyBytes_AS_STRING(pipe->after), after);
+    pipe->size = (size_t)(to + after - pipe->events);
+    pipe->chars += chars;
+    return 1;
+}
+
+/* Writes what has been built. */
+static int flush(Pipe *pipe)
+{
+    size_t size = pipe->size;
+    pipe->size = 0;
+    if (!size || pipe->closed)
+        return 0;
+    char head[20] = "";
+    size_t head_size = pipe->chunked ? (size_t)snprintf(head, sizeof head, "%zx\r\n", size) : 0, tail_size = pipe->chunked ? 2 : 0;
+    PyObject *data = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(head_size + size + tail_size));
+    if (!data)
+        return -1;
+    char *to = PyBytes_AS_STRING(data);
+    memcpy(to, head, head_size);
+    memcpy(to + head_size, pipe->events, size);
+    memcpy(to + head_size + size, "\r\n", tail_size);
+    PyObject *result = PyObject_CallOneArg(pipe->write, data);
+    Py_DECREF(data);
+    Py_XDECREF(result);
+    return result ? 0 : -1;
+}
+
+/* ---- The wire format of protobuf. */
+
+typedef struct {
+    const uint8_t *at, *end;
+} Span;
+
+static bool varint(Span *span, uint64_t *value)
+{
+    *value = 0;
+    for (int shift = 0; shift < 64 && span->at < span->end; shift += 7) {
+        uint8_t byte = *span->at++;
+        *value |= (uint64_t)(byte & 0x7F) << shift;
+        if (byte < 0x80)
+            return true;
+    }
+    return false;
+}
+
+/* The next field: its number, and its value or its bytes. False at the end or (with `bad`) if it is malformed. */
+static bool next_field(Span *span, uint32_t *number, uint64_t *value, Span *bytes, bool *bad)
+{
+    uint64_t tag;
+    if (span->at == span->end)
+        return false;
+    *bad = true;
+    if (!varint(span, &tag) || tag >> 3 == 0 || tag >> 35)
+        return false;
+    *number = (uint32_t)(tag >> 3);
+    size_t fixed = 0;
+    bytes->at = bytes->end = NULL;
+    switch (tag & 7) {
+    case 0:
+        if (!varint(span, value))
+            return false;
+        break;
+    case 2:
+        if (!varint(span, value) || *value > (uint64_t)(span->end - span->at))
+            return false;
+        bytes->at = span->at;
+        span->at = bytes->end = span->at + *value;
+        break;
+    case 1:
+    case 5:
+        fixed = (tag & 7) == 1 ? 8 : 4;
+        if ((size_t)(span->end - span->at) < fixed)
+            return false;
+        span->at += fixed;
+        break;
+    default:
+        return false;
+    }
+    *bad = false;
+    return true;
+}
+
+typedef struct {
+    uint64_t stream;
+    Span tokens, text;
+    bool plain; /* nothing but tokens and text of choice 0 */
+} Delta;
+
+static bool parse_delta(Span span, Delta *delta)
+{
+    static const Span none = {NULL, NULL};
+    uint32_t number;
+    uint64_t value;
+    Span bytes;
+    bool bad = false;
+    *delta = (Delta){0, none, none, true};
+    while (next_field(&span, &number, &value, &bytes, &bad)) {
+        if (number == 1 && !bytes.at)
+            delta->stream = value;
+        else if (number == 3 && bytes.at)
+            delta->tokens = bytes;
+        else if (number == 4 && bytes.at)
+            delta->text = bytes;
+        else if ((number != 2 && number != 6) || bytes.at || value)
+            delta->plain = false; /* index 0 and finish_reason 0 say nothing */
+    }
+    return !bad;
+}
+
+/* ---- Dispatch. */
+
+/* 1: the pipe has taken the delta; 0: it can't, and nothing has happened; -1: exception set. */
+static int take(Pipe *pipe, const Delta *delta)
+{
+    Py_ssize_t had = PyByteArray_GET_SIZE(pipe->generated), more = delta->tokens.end - delta->tokens.at;
+    size_t length = (size_t)(delta->text.end - delta->text.at);
+    if (length) {
+        int added = add_event(pipe, delta->text.at, length);
+        if (added <= 0)
+            return added;
+    }
+    if (more) {
+        if (PyByteArray_Resize(pipe->generated, had + more) < 0)
+            return -1;
+        memcpy(PyByteArray_AS_STRING(pipe->generated) + had, delta->tokens.at, (size_t)more);
+    }
+    if (had + more >= pipe->grow_at) {
+        PyObject *result = PyObject_CallMethodNoArgs((PyObject *)pipe, str_on_grow);
+        if (!result)
+            return -1;
+        Py_DECREF(result);
+    }
+    return 1;
+}
+
+static int dispatch_delta(Span span, PyObject *receivers, PyObject *decode, PyObject *touched)
+{
+    Delta delta;
+    if (!parse_delta(span, &delta)) {
+        PyErr_SetString(PyExc_ValueError, "a delta is malformed");
+        return -1;
+    }
+    PyObject *key = PyLong_FromUnsignedLongLong(delta.stream);
+    PyObject *receiver = key ? PyDict_GetItemWithError(receivers, key) : NULL;
+    Py_XDECREF(key);
+    if (!receiver)
+        return PyErr_Occurred() ? -1 : 0; /* a stream that was aborted */
+    Py_INCREF(receiver);
+    int done = 0;
+    if (PyObject_TypeCheck(receiver, &PipeType)) {
+        Pipe *pipe = (Pipe *)receiver;
+        bool was_empty = !pipe->size;
+        done = pipe->closed || !pipe->generated || !delta.plain ? 0 : take(pipe, &delta);
+        if (done > 0 && was_empty && pipe->size && PyList_Append(touched, receiver) < 0)
+            done = -1;
+        if (!done && flush(pipe) < 0)
+            done = -1;
+    }
+    if (!done) {
+        PyObject *bytes = PyBytes_FromStringAndSize((const char *)span.at, span.end - span.at);
+        PyObject *message = bytes ? PyObject_CallOneArg(decode, bytes) : NULL;
+        PyObject *result = message ? PyObject_CallMethodOneArg(receiver, str_on_delta, message) : NULL;
+        done = result ? 1 : -1;
+        Py_XDECREF(result);
+        Py_XDECREF(message);
+        Py_XDECREF(bytes);
+    }
+    Py_DECREF(receiver);
+    return done < 0 ? -1 : 0;
+}
+
+static int dispatch_all(Span message, PyObject *receivers, PyObject *decode, PyObject *touched)
+{
+    uint32_t number;
+    uint64_t value;
+    Span step, delta;
+    bool bad = false;
+    while (next_field(&message, &number, &value, &step, &bad))
+        if (number == 2 && step.at)
+            while (next_field(&step, &number, &value, &delta, &bad))
+                if (number == 1 && delta.at && dispatch_delta(delta, receivers, decode, touched) < 0)
+                    return -1;
+    if (bad)
+        PyErr_SetString(PyExc_ValueError, "no AttachResponse");
+    return bad ? -1 : 0;
+}
+
+static PyObject *dispatch(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    if (nargs != 3 || !PyBytes_Check(args[0]) || !PyDict_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "dispatch(message: bytes, receivers: dict, decode: callable)");
+        return NULL;
+    }
+    Span message = {(const uint8_t *)PyBytes_AS_STRING(args[0]), NULL};
+    message.end = message.at + PyBytes_GET_SIZE(args[0]);
+    PyObject *touched = PyList_New(0);
+    if (!touched)
+        return NULL;
+    int result = dispatch_all(message, args[1], args[2], touched);
+    PyObject *type = NULL, *error = NULL, *trace = NULL;
+    PyErr_Fetch(&type, &error, &trace);
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(touched); i++)
+        if (flush((Pipe *)PyList_GET_ITEM(touched, i)) < 0)
+            PyErr_WriteUnraisable(PyList_GET_ITEM(touched, i)); /* the other streams go on */
+    PyErr_Restore(type, error, trace);
+    Py_DECREF(touched);
+    return result < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* ---- The type and the module. */
+
+static int pipe_init(PyObject *object, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"write", "before", "after", "chunked", "generated", "chars", "grow_at", NULL};
+    Pipe *pipe = (Pipe *)object;
+    PyObject *write, *generated, *before, *after;
+    int chunked;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OSSpYnn", names, &write, &before, &after, &chunked, &generated, &pipe->chars,
+                                     &pipe->grow_at))
+        return -1;
+    Py_XSETREF(pipe->write, Py_NewRef(write));
+    Py_XSETREF(pipe->generated, Py_NewRef(generated));
+    Py_XSETREF(pipe->before, Py_NewRef(before));
+    Py_XSETREF(pipe->after, Py_NewRef(after));
+    pipe->chunked = (char)chunked;
+    return 0;
+}
+
+static int pipe_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Pipe *pipe = (Pipe *)object;
+    Py_VISIT(pipe->write);
+    Py_VISIT(pipe->generated);
+    return 0;
+}
+
+static int pipe_clear(PyObject *object)
+{
+    Pipe *pipe = (Pipe *)object;
+    pipe->closed = 1; /* without its parts it takes nothing */
+    Py_CLEAR(pipe->write);
+    Py_CLEAR(pipe->generated);
+    return 0;
+}
+
+static void pipe_dealloc(PyObject *object)
+{
+    Pipe *pipe = (Pipe *)object;
+    PyObject_GC_UnTrack(object);
+    pipe_clear(object);
+    Py_XDECREF(pipe->before);
+    Py_XDECREF(pipe->after);
+    PyMem_Free(pipe->events);
+    Py_TYPE(object)->tp_free(object);
+}
+
+static PyMemberDef pipe_members[] = {
+    {"chars", T_PYSSIZET, offsetof(Pipe, chars), 0, "Code points of output text."},
+    {"grow_at", T_PYSSIZET, offsetof(Pipe, grow_at), 0, "Bytes of `generated` from which on_grow is called."},
+    {"closed", T_BOOL, offsetof(Pipe, closed), 0, "Nothing is written any more."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyTypeObject PipeType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "rankway._steps.Pipe",
+    .tp_doc = "A stream whose plain deltas become server-sent events without Python objects in between.",
+    .tp_basicsize = sizeof(Pipe),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_init = pipe_init,
+    .tp_dealloc = pipe_dealloc,
+    .tp_traverse = pipe_traverse,
+    .tp_clear = pipe_clear,
+    .tp_members = pipe_members,
+};
+
+static PyMethodDef functions[] = {
+    {"dispatch", (PyCFunction)(void (*)(void))dispatch, METH_FASTCALL, "Hand the deltas of an AttachResponse to their receivers."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "rankway._steps", NULL, -1, functions, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__steps(void)
+{
+    str_on_delta = PyUnicode_InternFromString("on_delta");
+    str_on_grow = PyUnicode_InternFromString("on_grow");
+    if (!str_on_delta || !str_on_grow || PyType_Ready(&PipeType) < 0)
+        return NULL;
+    PyObject *made = PyModule_Create(&module);
+    if (made && PyModule_AddObjectRef(made, "Pipe", (PyObject *)&PipeType) < 0)
+        Py_CLEAR(made);
+    return made;
+}

@@ -1,0 +1,199 @@
+"""The short way of a delta does what the long one does: same events, same counts, whatever a worker sends."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from rankway.router import steps
+from rankway.router.http_connection import Exchange
+from rankway.router.openai_form import ChatForm, CompletionForm
+from rankway.router.openai_sinks import StreamedAnswer
+from rankway.router.request import Flight
+from rankway.router.requests import RouterRequest
+from rankway.sampling import Sampling
+from rankway.v1 import types_pb2, worker_pb2
+
+pytestmark = pytest.mark.skipif(not steps.COMPILED, reason="no compiled part: there is only the long way")
+
+
+class FakeConnection:
+    """Keeps what is written."""
+
+    class state:  # noqa: N801  # an attribute of the connection
+        date_header = b""
+        draining = False
+
+    def __init__(self) -> None:
+        self.data = b""
+        self.writes = 0
+
+    def write(self, data: bytes) -> None:
+        self.data += data
+        self.writes += 1
+
+    def answered(self, exchange: Any) -> None:
+        pass
+
+
+class Owner:
+    """A flight's dispatcher that only counts the growth."""
+
+    def __init__(self) -> None:
+        self.grown_to: list[int] = []
+
+    def grown(self, booking: Any, blocks: int) -> None:
+        self.grown_to.append(blocks)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: None
+
+
+class Link:
+    """Receivers by stream."""
+
+    def __init__(self) -> None:
+        self.receivers: dict[int, Any] = {}
+
+    def hand_over(self, stream: int, receiver: Any) -> None:
+        self.receivers[stream] = receiver
+
+    def forget(self, stream: int) -> None:
+        self.receivers.pop(stream, None)
+
+
+class Decision:
+    block_size = 4
+
+
+class Client:
+    """One streaming request at a link."""
+
+    def __init__(self, form: type[ChatForm | CompletionForm], *, http10: bool, short: bool) -> None:
+        self.connection = FakeConnection()
+        exchange = Exchange(self.connection, "POST", b"/", {}, b"", http10=http10)  # type: ignore[arg-type]
+        sink = StreamedAnswer(
+            exchange,
+            form("r", "m", 1, 1, False),
+            "r",
+            Owner(),
+            include_usage=False,
+            logprobs=False,  # type: ignore[arg-type]
+        )
+        if not short:
+            sink.__class__ = type("Long", (StreamedAnswer,), {"__slots__": (), "plain_events": lambda self: None})
+        self.owner = Owner()
+        self.flight = Flight(self.owner, RouterRequest("r", "m", b"\0" * 8, Sampling(max_tokens=9)), sink, 0.0)  # type: ignore[arg-type]
+        self.flight.link, self.flight.stream = Link(), 5  # type: ignore[assignment]
+        self.flight.stage = type(self.flight.stage).SENT
+        self.flight.decision, self.flight.booking = Decision(), object()  # type: ignore[assignment]
+        self.flight._set_growth(4)
+        self.receivers = self.flight.link.receivers  # type: ignore[union-attr]
+        self.receivers[5] = self.flight
+
+    def take(self, messages: list[worker_pb2.AttachResponse], *, short: bool) -> None:
+        for message in messages:
+            if short:
+                steps.dispatch(message.SerializeToString(), self.receivers)
+            else:
+                for delta in message.step.deltas:
+                    if delta.stream in self.receivers:
+                        self.receivers[delta.stream].on_delta(delta)
+
+    def seen(self) -> tuple[Any, ...]:
+        flight = self.flight
+        chars = flight.chars + (flight.pipe.chars if flight.pipe is not None else 0)
+        return _body(self.connection.data), bytes(flight.generated), chars, self.owner.grown_to, flight.stage
+
+
+def _body(data: bytes) -> bytes:
+    """What is written without the framing of chunks."""
+    if b"\r\n" not in data:
+        return data
+    body = b""
+    while data:
+        size, _, rest = data.partition(b"\r\n")
+        body += rest[: int(size, 16)]
+        data = rest[int(size, 16) + 2 :]
+    return body
+
+
+HARD_TEXTS = ["\u2028", "\u0085", '"\\', "\x00\n", "é🙂"]
+
+
+@st.composite
+def deltas(draw: st.DrawFn) -> worker_pb2.StepDelta:
+    delta = worker_pb2.StepDelta(
+        stream=draw(st.sampled_from([5, 5, 5, 6])),
+        tokens=b"abcd" * draw(st.integers(0, 3)),
+        text=draw(
+            st.text(st.characters(codec="utf-8"), max_size=6) | st.sampled_from(["\u2028", "\u0085", '"\\', "\x00\n", "é🙂"])
+        ),
+    )
+    match draw(st.integers(0, 20)):
+        case 0:
+            delta.finish_reason = types_pb2.FINISH_REASON_STOP
+        case 1:
+            delta.cached_tokens = 3
+        case 2:
+            delta.logprobs.add(token_id=1, logprob=-1.0)
+        case 3:
+            delta.index = 0
+    return delta
+
+
+messages = st.lists(
+    st.lists(deltas(), max_size=5).map(lambda found: worker_pb2.AttachResponse(step=worker_pb2.Step(deltas=found))), max_size=5
+)
+
+
+@given(messages, st.sampled_from([ChatForm, CompletionForm]), st.booleans())
+@example([], ChatForm, False)
+def test_both_ways_lead_to_the_same(
+    messages: list[worker_pb2.AttachResponse], form: type[ChatForm | CompletionForm], http10: bool
+) -> None:
+    """Whatever deltas come, the client gets the same bytes and the flight counts the same tokens, characters and blocks."""
+    short, long = (Client(form, http10=http10, short=is_short) for is_short in (True, False))
+    short.take(messages, short=True)
+    long.take(messages, short=False)
+    assert short.seen() == long.seen()
+
+
+def test_what_one_message_brings_leaves_in_one_write() -> None:
+    """Many deltas of a stream in one message are as many events and one write."""
+    client = Client(ChatForm, http10=False, short=True)
+    first = worker_pb2.StepDelta(stream=5, tokens=b"abcd", text="a", cached_tokens=0)
+    rest = [worker_pb2.StepDelta(stream=5, tokens=b"abcd", text=text) for text in "bcdefg"]
+    client.take([worker_pb2.AttachResponse(step=worker_pb2.Step(deltas=[first]))], short=True)
+    client.take([worker_pb2.AttachResponse(step=worker_pb2.Step(deltas=rest))], short=True)
+    assert client.connection.writes == 2
+    events = [json.loads(line.removeprefix(b"data: ")) for line in _body(client.connection.data).split(b"\n\n") if line]
+    assert "".join(event["choices"][0]["delta"]["content"] for event in events) == "abcdefg"
+
+
+@given(st.binary(max_size=60))
+def test_garbage_is_refused(data: bytes) -> None:
+    """Bytes that are no AttachResponse raise, or dispatch what they mean; nothing else happens."""
+    client = Client(ChatForm, http10=False, short=True)
+    first = worker_pb2.StepDelta(stream=5, tokens=b"abcd", text="a", cached_tokens=0)
+    client.take([worker_pb2.AttachResponse(step=worker_pb2.Step(deltas=[first]))], short=True)
+    try:
+        steps.dispatch(data, client.receivers)
+    except steps.MALFORMED:
+        return
+
+
+def test_text_that_is_no_utf8() -> None:
+    """Text that isn't UTF-8 is malformed: protobuf says the same."""
+    client = Client(ChatForm, http10=False, short=True)
+    first = worker_pb2.StepDelta(stream=5, tokens=b"abcd", text="a", cached_tokens=0)
+    client.take([worker_pb2.AttachResponse(step=worker_pb2.Step(deltas=[first]))], short=True)
+    good = worker_pb2.AttachResponse(step=worker_pb2.Step(deltas=[worker_pb2.StepDelta(stream=5, text="éé")]))
+    for bad in (b"\xff", b"\xc3", b"\xe0\x80\x80", b"\xed\xa0\x80", b"\xf5\x80\x80\x80"):
+        broken = good.SerializeToString().replace("éé".encode(), bad.ljust(4, b"a"))
+        with pytest.raises(steps.MALFORMED):
+            steps.dispatch(broken, client.receivers)
