@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import random
 import struct
+from collections import Counter
 from typing import Any
 
 import grpc.aio
@@ -267,3 +270,43 @@ async def test_deltas_of_one_pass_share_a_message() -> None:
     assert (first.tokens, first.finish_reason) == (struct.pack("<2I", 104, 105), types_pb2.FINISH_REASON_LENGTH)
     assert (second.stream, second.HasField("cached_tokens")) == (2, False)
     assert not outbox.filled.is_set()
+
+
+async def test_after_any_mixture_of_requests_nothing_is_left(registry: tuple[FakeRegistry, str]) -> None:
+    """Hundreds of requests with choices, stops, timeouts and aborts on ranks that are too small: all end once, all is free."""
+    rng = random.Random(7)
+    async with live_worker(registry, num_kv_blocks=48, max_model_len=700, max_num_seqs=8) as worker:
+        router = Router(worker)
+        await router.hello(worker.record.epoch)
+        ended: Counter[tuple[int, int]] = Counter()
+        choices: dict[int, int] = {}
+        aborted: set[int] = set()
+
+        async def read() -> None:
+            while (message := await router.call.read()) is not grpc.aio.EOF:
+                for delta in message.step.deltas:
+                    if delta.finish_reason:
+                        ended[delta.stream, delta.index] += 1
+                    elif delta.HasField("error"):
+                        # It ends the choices that have not ended yet.
+                        ended.update({(delta.stream, index) for index in range(choices[delta.stream])} - ended.keys())
+
+        reader = asyncio.create_task(read())
+        for stream in range(400):
+            choices[stream] = rng.choice([1, 1, 1, 3])
+            sampling = {"max_tokens": rng.randint(1, 300), "n": choices[stream], "stop": rng.choice([[], ["the"], ["ze"]])}
+            prompt = struct.pack(f"<{(length := rng.randint(1, 400))}I", *(rng.randint(0, 1) for _ in range(length)))
+            timeout_ms = rng.choice([0, 0, 0, 1, 20])
+            await router.call.write(
+                start(stream, dp_rank=rng.randint(4, 7), prompt=prompt, sampling=sampling, timeout_ms=timeout_ms)
+            )
+            if rng.random() < 0.2:
+                aborted.add(victim := rng.randint(0, stream))
+                await router.call.write(worker_pb2.AttachRequest(abort=worker_pb2.Abort(stream=victim)))
+        expected = {(stream, index) for stream, n in choices.items() for index in range(n) if stream not in aborted}
+        await eventually(lambda: expected <= ended.keys() and worker.queued() == (0, 0), timeout_s=30)
+        assert set(ended.values()) == {1}
+        assert worker.used_blocks() == 0
+        assert worker.engine._requests == {}
+        router.call.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
