@@ -10,7 +10,7 @@ import os
 import reprlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -304,7 +304,7 @@ def _with_max_tokens(draft: Draft, prompt_tokens: int, max_model_len: int) -> Sa
         raise InvalidField(draft.prompt_field, f"{prompt_tokens} tokens", reason)
     sampling = draft.sampling
     if sampling.max_tokens is None:
-        sampling = replace(sampling, max_tokens=room if draft.messages is not None else min(DEFAULT_MAX_TOKENS, room))
+        sampling = sampling.changed(max_tokens=room if draft.messages is not None else min(DEFAULT_MAX_TOKENS, room))
     elif sampling.max_tokens > room:
         reason = f"with a prompt of {prompt_tokens} tokens it passes max_model_len={max_model_len}"
         raise InvalidField("max_tokens", sampling.max_tokens, reason)

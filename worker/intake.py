@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rankway.errors import InvalidField, UnknownModel, Unsupported
 from rankway.ranks import LocalRank
@@ -53,7 +53,7 @@ class Limits:
         room = self.info.max_model_len - prompt_tokens
         if sampling.max_tokens is None:
             fitting = room if default_max_tokens is None else min(room, default_max_tokens)
-            return replace(sampling, max_tokens=fitting).check()
+            return sampling.changed(max_tokens=fitting).check()
         if sampling.max_tokens > room:
             raise InvalidField(
                 "max_tokens",

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -266,7 +266,7 @@ class Running:
         order, sampling = self._order, self._order.sampling
         if sampling.n > 1:
             seed = None if sampling.seed is None else min(sampling.seed + choice.index, MAX_SEED)
-            sampling = replace(sampling, n=1, seed=seed)
+            sampling = sampling.changed(n=1, seed=seed)
         return EngineRequest(
             request_id=choice.engine_id,
             tokens=order.prompt + order.resume,

@@ -1,9 +1,11 @@
-"""Sampling parameters: one dataclass with OpenAI's names and ranges, checked in one place, and its proto form."""
+"""Sampling parameters: one struct with OpenAI's names and ranges, checked in one place, and its proto form."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
 
 from rankway.errors import InvalidField
 from rankway.v1 import types_pb2
@@ -14,9 +16,10 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(msgspec.Struct, frozen=True):
     """How to sample. `check` has been passed by every instance that a service works with.
+
+    A struct of msgspec rather than a dataclass: made and copied several times for each request, for a tenth of the time.
 
     Ranges are those of OpenAI's API reference and, for top_k, min_p and repetition_penalty, of vLLM's SamplingParams.
     """
@@ -36,10 +39,14 @@ class Sampling:
     n: int = 1
     logprobs: int | None = None
     """None: none; k: the sampled token's and k alternatives'."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict)
     ignore_eos: bool = False
     min_tokens: int = 0
     guided_json: str = ""
+
+    def changed(self, **fields: Any) -> Sampling:
+        """A copy with other values, not checked."""
+        return msgspec.structs.replace(self, **fields)
 
     def check(self) -> Sampling:
         """Return self if every value is in its range.
@@ -112,9 +119,9 @@ def to_proto(sampling: Sampling) -> types_pb2.SamplingParams:
         ignore_eos=sampling.ignore_eos,
         guided_json=sampling.guided_json,
     )
-    for name in _OPTIONAL:
+    for name, default in _DEFAULTS:
         value = getattr(sampling, name)
-        if value is not None:
+        if value != default:
             setattr(message, name, value)
     return message
 
@@ -133,3 +140,4 @@ _OPTIONAL = (
     "logprobs",
     "min_tokens",
 )
+_DEFAULTS = tuple((name, getattr(Sampling(), name)) for name in _OPTIONAL)
