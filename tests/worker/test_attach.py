@@ -273,7 +273,7 @@ async def test_deltas_of_one_pass_share_a_message() -> None:
 
 
 async def test_after_any_mixture_of_requests_nothing_is_left(registry: tuple[FakeRegistry, str]) -> None:
-    """Hundreds of requests with choices, stops, timeouts and aborts on ranks that are too small: all end once, all is free."""
+    """Requests with choices, stops, timeouts and aborts on ranks that are too small: all end once, all is free."""
     rng = random.Random(7)
     async with live_worker(registry, num_kv_blocks=48, max_model_len=700, max_num_seqs=8) as worker:
         router = Router(worker)
@@ -292,9 +292,9 @@ async def test_after_any_mixture_of_requests_nothing_is_left(registry: tuple[Fak
                         ended.update({(delta.stream, index) for index in range(choices[delta.stream])} - ended.keys())
 
         reader = asyncio.create_task(read())
-        for stream in range(400):
+        for stream in range(120):
             choices[stream] = rng.choice([1, 1, 1, 3])
-            sampling = {"max_tokens": rng.randint(1, 300), "n": choices[stream], "stop": rng.choice([[], ["the"], ["ze"]])}
+            sampling = {"max_tokens": rng.randint(1, 200), "n": choices[stream], "stop": rng.choice([[], ["the"], ["ze"]])}
             prompt = struct.pack(f"<{(length := rng.randint(1, 400))}I", *(rng.randint(0, 1) for _ in range(length)))
             timeout_ms = rng.choice([0, 0, 0, 1, 20])
             await router.call.write(
