@@ -112,17 +112,17 @@ def from_proto(message: types_pb2.SamplingParams) -> Sampling:
 
 def to_proto(sampling: Sampling) -> types_pb2.SamplingParams:
     """The proto form; what `from_proto` reads back is equal."""
-    message = types_pb2.SamplingParams(
-        stop=sampling.stop,
-        stop_token_ids=sampling.stop_token_ids,
-        logit_bias=sampling.logit_bias,
-        ignore_eos=sampling.ignore_eos,
-        guided_json=sampling.guided_json,
-    )
+    message = types_pb2.SamplingParams()
     for name, default in _DEFAULTS:
         value = getattr(sampling, name)
         if value != default:
             setattr(message, name, value)
+    if sampling.stop:
+        message.stop.extend(sampling.stop)
+    if sampling.stop_token_ids:
+        message.stop_token_ids.extend(sampling.stop_token_ids)
+    for token_id, bias in sampling.logit_bias.items():
+        message.logit_bias[token_id] = bias
     return message
 
 
@@ -140,4 +140,4 @@ _OPTIONAL = (
     "logprobs",
     "min_tokens",
 )
-_DEFAULTS = tuple((name, getattr(Sampling(), name)) for name in _OPTIONAL)
+_DEFAULTS = tuple((name, getattr(Sampling(), name)) for name in (*_OPTIONAL, "ignore_eos", "guided_json"))
