@@ -3,7 +3,7 @@
 No process, socket or clock takes part, so an hour of a thousand ranks is minutes of one processor and the same arguments give the
 same table. Each rank is a `worker.simulator.Simulator` whose events reach the index through the worker's own mirror, at once.
 
-    python bench/policy_study.py [--trace FILE] [--ranks 16] [--speed 4] [--requests N] [--policies kv,load,round_robin]
+    python bench/policy_study.py TRACE [--ranks 16] [--speed 4] [--requests N] [--policies kv,load,round_robin]
 
 A trace is a file of JSON lines {"timestamp": ms, "input_length", "output_length", "hash_ids": one a 512 tokens of the prompt}, as
 the Mooncake project publishes them. `load` is `kv` that sees no cache: the same cost with every overlap 0.
@@ -171,7 +171,7 @@ def study(policy: str, arguments: argparse.Namespace) -> Outcome:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("trace", type=Path)
     parser.add_argument("--ranks", type=int, default=16)
     parser.add_argument("--blocks", type=int, default=32_768, help="KV blocks of a rank, 16 tokens each")
     parser.add_argument("--speed", type=float, default=4.0, help="divides the trace's times")
