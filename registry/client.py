@@ -29,6 +29,17 @@ CALL_TIMEOUT_S = 3.0
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 1.0
 """Pause before all replicas are tried again: doubles, with jitter."""
 
+_NOT_SERVED = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.CANCELLED,  # by a replica that stops: our own cancellation raises CancelledError
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+    }
+)
+"""Codes that say nothing about the record: another replica, or the same one later, may serve the call."""
+
 T = TypeVar("T")
 
 
@@ -116,7 +127,7 @@ class RegistryClient:
                 # A replica that restarts is given the moment that its channel needs to connect again.
                 return await getattr(self._stub(), method)(request, timeout=CALL_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
-                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                if error.code() not in _NOT_SERVED:
                     raise from_status(error.code(), error.details() or "") from None
                 unreachable = Unavailable(f"registry {self.endpoints[self._current]}: {error.details()}")
                 self._fail_over()
