@@ -468,10 +468,8 @@ class World:
         for indexer in self.indexers:
             assert indexer is not None
             await self._holds_in_full(indexer, left_s)
+        await eventually(self._tidy, within_s)
         truth = self.truth()
-        for party in (*self.indexers, *self.routers):
-            assert party is not None
-            party.check_tidy(truth)
         report.blocks = sum(map(len, truth.values()))
         report.tasks = len(asyncio.all_tasks())
 
@@ -494,6 +492,13 @@ class World:
             router.holds(truth)
         for worker in self.workers:
             await worker.wait_ready()
+        return True
+
+    def _tidy(self) -> bool:
+        truth = self.truth()
+        for party in (*self.indexers, *self.routers):
+            assert party is not None
+            party.check_tidy(truth)
         return True
 
     async def _holds_in_full(self, indexer: StormIndexer, within_s: float) -> None:
