@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
@@ -35,8 +36,8 @@ BOOKING_TTL_S = 30.0
 ANSWER_PAUSE_S = 0.2
 """Least time between two full updates, whoever asks."""
 
-ASK_PAUSE_S = 1.0
-"""Least time between two requests for full updates."""
+ASK_PAUSE_S = 0.5
+"""Most time until something that was missed is asked for."""
 
 MESSAGE_BYTES = bus.MAX_PAYLOAD_BYTES // 2
 """A batch is split into messages of about this size."""
@@ -69,7 +70,7 @@ class Sharing:
         self._changed = asyncio.Event()
         self._full_wanted = asyncio.Event()
         self._seqs: defaultdict[str, int] = defaultdict(int)
-        self._asked_at = float("-inf")
+        self._missed = asyncio.Event()
         self._client: Client | None = None
 
     @property
@@ -81,6 +82,11 @@ class Sharing:
     def connected(self) -> bool:
         """Whether NATS can be reached now."""
         return self._client is not None and self._client.is_connected
+
+    @property
+    def listening(self) -> bool:
+        """`bookings.Audience.listening`."""
+        return bool(self._others)
 
     def notify(self) -> None:
         """There is something to tell."""
@@ -102,7 +108,7 @@ class Sharing:
                 tasks.create_task(self._tell())
                 tasks.create_task(self._tell_all())
                 tasks.create_task(self._after_reconnects(status))
-                await self._ask()
+                tasks.create_task(self._ask())
         finally:
             self._client = None
             with contextlib.suppress(nats.errors.Error, OSError):
@@ -137,7 +143,7 @@ class Sharing:
             status.reconnected.clear()
             self._full_wanted.set()
             # An answer to what was asked a moment ago may be lost, too.
-            self._asked_at = float("-inf")
+            self._missed = asyncio.Event()
             await self._ask()
 
     async def _publish_full(self) -> None:
@@ -146,18 +152,24 @@ class Sharing:
             group = self.group_of(booking.slot) if booking.own else None
             if group is not None:
                 bookings[group][booking.booking_id] = booking
-        for group in {record.dp_group for record in self._fleet.records.values()}:
+        for group in self._groups():
             for update in self._updates(group, Batch(booked=bookings[group]), full=True):
                 await self._publish(group, update)
 
     async def _ask(self) -> None:
-        """Ask the others for all of theirs."""
-        now = self._clock()
-        if now - self._asked_at < ASK_PAUSE_S:
-            return
-        self._asked_at = now
-        for group in {record.dp_group for record in self._fleet.records.values()} or {self._settings.dp_group or "default"}:
-            await self._publish(group, events_pb2.ActiveUpdate(want_full=True))
+        """Ask the others for all of theirs: at the start, in groups that are new here, and when something was missed."""
+        asked: set[str] = set()
+        while True:
+            groups = self._groups()
+            wanted = groups if self._missed.is_set() else groups - asked
+            self._missed.clear()
+            for group in wanted:
+                await self._publish(group, events_pb2.ActiveUpdate(want_full=True))
+            asked = groups
+            await asyncio.sleep(ASK_PAUSE_S * random.uniform(0.5, 1.0))
+
+    def _groups(self) -> set[str]:
+        return {record.dp_group for record in self._fleet.records.values()}
 
     async def _publish(self, group: str, update: events_pb2.ActiveUpdate) -> None:
         self._seqs[group] += 1
@@ -216,7 +228,7 @@ class Sharing:
             self._full_wanted.set()
         if not self._others.apply(group, update, self._clock()):
             self.counts["holes"] += 1
-            await self._ask()
+            self._missed.set()
 
     def _slot_of(self, worker_id: str, epoch: int, dp_rank: int) -> int | None:
         slot = self._targets.find(Target(worker_id, GlobalRank(dp_rank)), epoch)
