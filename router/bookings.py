@@ -31,6 +31,10 @@ class Batch:
 class Audience(Protocol):
     """Who tells the other routers."""
 
+    @property
+    def listening(self) -> bool:
+        """Whether there is another router: one that comes asks for everything that is booked by then."""
+
     def group_of(self, slot: int) -> str | None:
         """The DP group of a slot; None: nobody's."""
 
@@ -100,7 +104,7 @@ class OwnBookings:
         return batches
 
     def _batch(self, booking: Booking) -> Batch | None:
-        if self._audience is None:
+        if self._audience is None or not self._audience.listening:
             return None
         group = self._audience.group_of(booking.slot)
         if group is None:
@@ -132,6 +136,10 @@ class OtherBookings:
         self._slot_of = slot_of
         self._ttl_s = ttl_s
         self._routers: dict[tuple[str, str], _Router] = {}
+
+    def __bool__(self) -> bool:
+        """Whether any router has been heard of lately."""
+        return bool(self._routers)
 
     @property
     def routers(self) -> int:
