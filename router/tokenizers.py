@@ -98,12 +98,22 @@ class EncodingStats:
     refused: int = 0
 
 
+LONG_CHARS = 200_000
+"""Longer texts have a thread of their own: a second's worth of tokenising doesn't hold up the ordinary long ones."""
+
+
 class EncodingThreads:
-    """Runs encodings off the event loop. Bounded in number and in characters; beyond, Overloaded."""
+    """Runs encodings off the event loop. Bounded in number and in characters; beyond, Overloaded.
+
+    Args:
+        threads: for texts of up to LONG_CHARS.
+        max_waiting, max_waiting_chars: texts given to all threads and not done.
+    """
 
     def __init__(self, threads: int, max_waiting: int, max_waiting_chars: int) -> None:
         self.stats = EncodingStats()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+        self._long_pool = ThreadPoolExecutor(1, thread_name_prefix="tokenize-long")
         self._max_waiting = max_waiting
         self._max_waiting_chars = max_waiting_chars
 
@@ -121,7 +131,8 @@ class EncodingThreads:
         stats.waiting += 1
         stats.waiting_chars += chars
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, encode)
+            pool = self._long_pool if chars > LONG_CHARS else self._pool
+            return await asyncio.get_running_loop().run_in_executor(pool, encode)
         finally:
             stats.waiting -= 1
             stats.waiting_chars -= chars
@@ -129,4 +140,5 @@ class EncodingThreads:
 
     def close(self) -> None:
         """Drop what waits; returns without waiting for a running encoding."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._long_pool):
+            pool.shutdown(wait=False, cancel_futures=True)

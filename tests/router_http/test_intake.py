@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rankway.errors import InvalidField, Overloaded, Unavailable
 from rankway.router.drafts import from_proto
 from rankway.router.intake import Draft, Intake, all_below
-from rankway.router.tokenizers import MAX_KEPT, EncodingThreads, Tokenizers
+from rankway.router.tokenizers import LONG_CHARS, MAX_KEPT, EncodingThreads, Tokenizers
 from rankway.sampling import Sampling
 from rankway.tokenizer import Tokenizer
 from rankway.v1 import generate_pb2
@@ -159,6 +159,18 @@ async def test_threads_are_bounded() -> None:
     hold.set()
     assert await asyncio.gather(*waiting) == [1, 1]
     assert (threads.stats.waiting, threads.stats.waiting_chars, threads.stats.refused) == (0, 0, 2)
+    threads.close()
+
+
+async def test_very_long_texts_hold_nobody_up() -> None:
+    """While very long texts keep their thread busy, a text of ordinary length is tokenised."""
+    threads = EncodingThreads(1, max_waiting=9, max_waiting_chars=10**9)
+    hold = threading.Event()
+    long = [asyncio.ensure_future(threads.run(LONG_CHARS + 1, lambda: hold.wait(10))) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert await asyncio.wait_for(threads.run(LONG_CHARS, lambda: "done"), 5) == "done"
+    hold.set()
+    await asyncio.gather(*long)
     threads.close()
 
 
