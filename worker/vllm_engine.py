@@ -15,7 +15,6 @@ import threading
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -24,8 +23,6 @@ from rankway.errors import EngineFailed, RankwayError, Unsupported
 from rankway.ranks import DpRange, LocalRank
 from rankway.sampling import Sampling
 from rankway.worker.engine import (
-    AllBlocksCleared,
-    EngineEvent,
     EngineInfo,
     EngineLoad,
     EngineOutput,
@@ -33,14 +30,13 @@ from rankway.worker.engine import (
     EngineSink,
     Finish,
 )
-from rankway.worker.vllm_events import ClearFence
 from rankway.worker.vllm_flags import Assigned, Placement, group_flags
 from rankway.worker.vllm_loads import RankLoads
 from rankway.worker.vllm_sampling import to_logprobs
 
 if TYPE_CHECKING:
+    from rankway.worker.vllm_caches import Caches
     from rankway.worker.vllm_guard import Guard
-    from rankway.worker.vllm_stream import RankStream
 
 log = logs.get("worker.vllm")
 
@@ -50,8 +46,6 @@ GUARD_S = 1.0
 """Between two looks for new processes during start-up."""
 LIVENESS_S = 0.1
 """Between two looks at the engine's processes."""
-RESET_RETRY_S = 0.5
-"""Between two attempts to reset the cache of a rank whose events were lost: vLLM refuses while requests use blocks."""
 SHUTDOWN_TIMEOUT_S = 10.0
 
 _FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "repetition": Finish.STOP}
@@ -151,20 +145,17 @@ class VllmEngine:
         self._configured: Any = None
         self._sink: EngineSink
         self._loads = RankLoads(0)
-        self._fences: list[ClearFence] = []
-        self._streams: list[RankStream] = []
-        self._stream_tasks: list[asyncio.Task[None]] = []
-        self._repairs: dict[LocalRank, asyncio.Task[None]] = {}
+        self._caches: Any = None
         self._requests: dict[str, _Running] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
         self._cause = ""
-        self._resetting = asyncio.Lock()
 
     @property
-    def streams(self) -> Sequence[RankStream]:
-        """One a rank, for metrics and tests."""
-        return self._streams
+    def caches(self) -> Caches:
+        """Streams, resets and repairs, for tests. Only after `start`."""
+        caches: Caches = self._caches
+        return caches
 
     async def start(self, sink: EngineSink) -> EngineInfo:
         self._sink = sink
@@ -172,23 +163,23 @@ class VllmEngine:
         place: Placement = configured.place
         log.info("window", window=str(place.window), data_parallel_size=place.data_parallel_size, balancing=place.balancing)
         self._loads = RankLoads(place.window.size)
-        self._fences = [ClearFence() for _ in range(place.window.size)]
         waiting = "vLLM starts"
         if place.waits_for:
             waiting += f" and waits for {place.waits_for}, at {configured.address}"
         self._llm = await self._blocking(self._launch, waiting)
         info: EngineInfo = self._api.describe(configured, self._llm, self._name)
         self._loads.blocks_per_rank = info.total_kv_blocks
-        await self._attach_streams(place)
+        self._caches = self._make_caches(place)
+        await self._caches.attach(self._api.event_sources(self._llm))
         await asyncio.gather(*(self._probe(LocalRank(rank), info.block_size) for rank in range(place.window.size)))
-        self._stream_tasks = [asyncio.create_task(stream.run()) for stream in self._streams]
+        self._caches.start()
         return info
 
     async def run(self) -> None:
         watch = asyncio.create_task(self._watch_processes())
         stopped = asyncio.create_task(self._stopping.wait())
         try:
-            done, _ = await asyncio.wait({watch, stopped, *self._stream_tasks}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({watch, stopped, *self._caches.tasks}, return_when=asyncio.FIRST_COMPLETED)
             if self._stopping.is_set():
                 return
             error = next(task.exception() for task in done)
@@ -220,12 +211,7 @@ class VllmEngine:
         return self._loads.now()
 
     async def reset_prefix_cache(self, local_rank: LocalRank | None) -> Sequence[LocalRank]:
-        ranks = [LocalRank(rank) for rank in range(len(self._fences))] if local_rank is None else [local_rank]
-        async with self._resetting:
-            done = await self._reset(ranks)
-            # Only after the caller has announced the clear, which it does at once.
-            asyncio.get_running_loop().call_soon(self._release, ranks, done)
-        return done
+        return await self.caches.reset(local_rank)
 
     async def stop(self) -> None:
         if self._stopping.is_set():
@@ -233,12 +219,9 @@ class VllmEngine:
         self._stopping.set()
         for request_id in list(self._requests):
             self.abort(request_id)
-        tasks = [*self._ending, *self._stream_tasks, *self._repairs.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for stream in self._streams:
-            stream.close()
+        await asyncio.gather(*self._ending, return_exceptions=True)
+        if self._caches is not None:
+            await self._caches.close()
         if self._llm is not None:
             await _in_thread(lambda: self._llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S))
         await self._end_children()
@@ -299,18 +282,10 @@ class VllmEngine:
         if self._api is not None:
             await asyncio.to_thread(self._api.end_children)
 
-    async def _attach_streams(self, place: Placement) -> None:
-        from rankway.worker.vllm_stream import RankStream
+    def _make_caches(self, place: Placement) -> Caches:
+        from rankway.worker.vllm_caches import Caches  # pyzmq comes with vLLM
 
-        sources = self._api.event_sources(self._llm)
-        for local_rank in map(LocalRank, range(place.window.size)):
-            dp_rank = place.window.to_global(local_rank)
-            number = local_rank if place.balancing == "independent" else dp_rank
-            if number not in sources:
-                raise EngineFailed(f"vLLM names KV event sources for its ranks {sorted(sources)}, none for {number}")
-            deliver = partial(self._deliver, local_rank)
-            self._streams.append(RankStream(dp_rank, sources[number], deliver, partial(self._lost, local_rank)))
-        await asyncio.gather(*(stream.attach() for stream in self._streams))
+        return Caches(place, self._sink, lambda rank: self._api.reset_prefix_cache(self._llm, rank))
 
     async def _probe(self, local_rank: LocalRank, block_size: int) -> None:
         """One token from a rank: it answers. The prompt is too short to leave a block in the cache.
@@ -391,54 +366,6 @@ class VllmEngine:
         while not (cause := self._api.dead_process(self._llm)):  # noqa: ASYNC110  # vLLM offers nothing to wait for
             await asyncio.sleep(LIVENESS_S)
         raise EngineFailed(cause)
-
-    # KV events
-
-    def _deliver(self, local_rank: LocalRank, events: Sequence[EngineEvent]) -> None:
-        if allowed := self._fences[local_rank].filter(events):
-            self._sink.kv_events(local_rank, allowed)
-
-    def _lost(self, local_rank: LocalRank, reason: str) -> None:
-        dp_rank = self._configured.place.window.to_global(local_rank)
-        log.warning("KV events lost: the rank counts as empty until its cache is reset", dp_rank=dp_rank, reason=reason)
-        self._sink.kv_lost(local_rank)
-        if local_rank not in self._repairs:
-            task = asyncio.create_task(self._repair(local_rank))
-            self._repairs[local_rank] = task
-            task.add_done_callback(lambda _task: self._repairs.pop(local_rank))
-
-    async def _repair(self, local_rank: LocalRank) -> None:
-        """Reset the rank's cache as soon as nothing uses it, so that what is known of it and what it holds agree again.
-
-        Until then less is known than it holds, never more.
-        """
-        while True:
-            async with self._resetting:
-                done = await self._reset([local_rank])
-                if done:
-                    self._sink.kv_events(local_rank, [AllBlocksCleared()])
-                self._release([local_rank], done)
-            if done:
-                log.info("prefix cache reset after lost events", dp_rank=self._configured.place.window.to_global(local_rank))
-                return
-            await asyncio.sleep(RESET_RETRY_S)
-
-    async def _reset(self, ranks: Sequence[LocalRank]) -> list[LocalRank]:
-        """Empty the ranks' caches and keep their events back until `_release`; returns the ranks where vLLM did it."""
-        for rank in ranks:
-            self._fences[rank].hold()
-        answers = await asyncio.gather(*(self._api.reset_prefix_cache(self._llm, rank) for rank in ranks), return_exceptions=True)
-        done = [rank for rank, answer in zip(ranks, answers, strict=True) if answer is True]
-        for error in answers:
-            if isinstance(error, BaseException):
-                self._release(ranks, done)
-                raise self._api.to_error(error, self._cause)
-        return done
-
-    def _release(self, ranks: Sequence[LocalRank], done: Sequence[LocalRank]) -> None:
-        for rank in ranks:
-            if kept := self._fences[rank].release(cleared=rank in done):
-                self._sink.kv_events(rank, kept)
 
 
 def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:

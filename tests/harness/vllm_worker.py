@@ -61,9 +61,9 @@ class VllmWorker:
             self._family.update({process.pid: process for process in [worker, *worker.children(recursive=True)]})
         return list(self._family.values())
 
-    def engine_core(self) -> psutil.Process:
-        """The process of its (first) rank."""
-        return next(process for process in self.family() if "EngineCore" in " ".join(process.cmdline()))
+    def engine_cores(self) -> list[psutil.Process]:
+        """The processes of its ranks."""
+        return [process for process in self.family() if "EngineCore" in _title(process)]
 
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)
@@ -85,6 +85,13 @@ class VllmWorker:
                 process.kill()
         self.process.wait()
         self._ready.close()
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -82,7 +82,7 @@ async def test_no_two_ranks_share_a_port(pair: Pair) -> None:
     endpoints = [
         endpoint
         for live in (pair.a, pair.b)
-        for stream in live.engine.streams
+        for stream in live.engine.caches.streams
         for endpoint in (stream._source.endpoint, stream._source.replay_endpoint)
     ]
     assert len(set(endpoints)) == len(endpoints) == 8
@@ -190,7 +190,7 @@ async def test_a_gap_is_filled_by_replay(pair: Pair) -> None:
     live = pair.a
     await live.ask(0, prompt(90, 150))
     await live.quiet()
-    source = live.engine.streams[0]._source
+    source = live.engine.caches.streams[0]._source
     seen: list[object] = []
     lost: list[str] = []
     late = RankStream(0, source, seen.extend, lost.append)
@@ -216,7 +216,7 @@ async def test_a_gap_that_replay_cannot_fill_ends_in_repair(pair: Pair, monkeypa
     await live.ask(0, tokens)
     await live.quiet()
     assert live.predicted(0, tokens) == 288
-    stream = live.engine.streams[0]
+    stream = live.engine.caches.streams[0]
     monkeypatch.setattr(vllm_stream, "REPLAY_TIMEOUT_S", 0.2)
     monkeypatch.setattr(stream, "_source", EventSource(stream._source.endpoint, f"tcp://127.0.0.1:{free_port()}"))
     stream._continuity.expected -= 1  # as if the last batch had not come
@@ -224,7 +224,7 @@ async def test_a_gap_that_replay_cannot_fill_ends_in_repair(pair: Pair, monkeypa
     await live.ask(0, prompt(96, 100))
     await eventually(lambda: len(live.sink.lost) == resets + 1)
     await live.quiet()
-    await eventually(lambda: not live.engine._repairs)
+    await eventually(lambda: not live.engine.caches.repairing)
     assert len(live.sink.mirrors[0]) == 0
     assert (await live.ask(0, tokens)).cached == 0
     await live.quiet()
