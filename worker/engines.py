@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from rankway.errors import Unsupported
+from rankway.errors import InvalidField, Unsupported
 from rankway.tokenizer import BYTE_LEVEL, Tokenizer
 from rankway.worker.engine import Engine
 from rankway.worker.settings import WorkerSettings
@@ -27,9 +27,13 @@ def load_tokenizer(directory: str) -> Tokenizer:
     """The tokenizer of a model's directory, or the byte-level one where there is no model. Blocking.
 
     Raises:
-        OSError, ValueError: the files aren't there or aren't what they should be.
+        OSError: the files aren't there.
+        InvalidField: a file isn't what it should be.
     """
-    return Tokenizer.load(directory) if directory else Tokenizer.byte_level()
+    try:
+        return Tokenizer.load(directory) if directory else Tokenizer.byte_level()
+    except ValueError as error:
+        raise InvalidField("model", directory, str(error)) from None
 
 
 def build_engine(settings: WorkerSettings, engine_argv: Sequence[str]) -> Engine:
@@ -37,6 +41,7 @@ def build_engine(settings: WorkerSettings, engine_argv: Sequence[str]) -> Engine
 
     Raises:
         Unsupported: vLLM isn't installed, or flags for an engine that takes none.
+        InvalidField: limits that don't go together.
     """
     if settings.engine == "vllm":
         try:

@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rankway.errors import InvalidField
 from rankway.sampling import Sampling
 from rankway.worker.engine import EngineEvent, EngineLoad, EngineOutput, Finish, Logprob
 from rankway.worker.sim_cache import BlockChain, PagedCache
@@ -23,7 +24,7 @@ from rankway.worker.sim_tokens import TokenSource, Vocabulary
 
 @dataclass(frozen=True, slots=True)
 class SimConfig:
-    """Limits and speed of one rank."""
+    """Limits and speed of one rank. Raises InvalidField for one that could never serve its longest request."""
 
     block_size: int = 16
     total_blocks: int = 16_384
@@ -39,16 +40,17 @@ class SimConfig:
     def __post_init__(self) -> None:
         for name in ("block_size", "total_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+                raise InvalidField(name, getattr(self, name), "must be at least 1")
         if self.total_blocks * self.block_size < self.max_model_len:
-            raise ValueError(
-                f"max_model_len={self.max_model_len}: {self.total_blocks} KV blocks of {self.block_size} tokens hold "
-                f"{self.total_blocks * self.block_size} only"
-            )
+            room = self.total_blocks * self.block_size
+            reason = f"{self.total_blocks} KV blocks of {self.block_size} tokens hold {room} only"
+            raise InvalidField("max_model_len", self.max_model_len, reason)
         if not self.prefill_tokens_per_s > 0:
-            raise ValueError(f"prefill_tokens_per_s={self.prefill_tokens_per_s}: must be above 0")
-        if not (self.decode_ms >= 0 and self.speedup > 0):
-            raise ValueError(f"decode_ms={self.decode_ms} must not be negative, speedup={self.speedup} must be above 0")
+            raise InvalidField("prefill_tokens_per_s", self.prefill_tokens_per_s, "must be above 0")
+        if not self.decode_ms >= 0:
+            raise InvalidField("decode_ms", self.decode_ms, "must not be negative")
+        if not self.speedup > 0:
+            raise InvalidField("speedup", self.speedup, "must be above 0")
 
 
 @dataclass(slots=True)

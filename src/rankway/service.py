@@ -25,6 +25,7 @@ from prometheus_client.exposition import ThreadingWSGIServer
 import rankway
 from rankway import logs, native
 from rankway import settings as settings_module
+from rankway.errors import RankwayError
 
 log = logs.get("service")
 
@@ -96,7 +97,8 @@ async def _supervise(name: str, settings: Any, run: Callable[..., Coroutine[Any,
         return 1
     except Exception as error:  # the last stop before the exit code: the cause is the last log line
         cause = _cause(error)
-        log.error("failed", error=f"{type(cause).__name__}: {cause}", exc_info=error)
+        # A RankwayError says all there is to say; anything else is a defect and shows where.
+        log.error("failed", error=f"{type(cause).__name__}: {cause}", exc_info=None if isinstance(cause, RankwayError) else error)
         return 1
     log.info("stopped")
     return 0

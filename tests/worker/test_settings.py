@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rankway import settings as settings_module
+from rankway.errors import InvalidField
 from rankway.ranks import DpRange
 from rankway.worker import engines
 from rankway.worker.settings import WorkerSettings
@@ -58,7 +59,7 @@ def test_a_worker_without_a_name_is_named_after_its_machine_and_window() -> None
 
 def test_a_simulator_that_could_never_serve_its_longest_prompt_is_refused() -> None:
     """max_model_len beyond the KV cache of a rank is refused at start, naming both."""
-    with pytest.raises(ValueError, match=r"max_model_len=4096: 10 KV blocks of 16"):
+    with pytest.raises(InvalidField, match=r"max_model_len=4096: 10 KV blocks of 16"):
         engines.build_engine(WorkerSettings(num_kv_blocks=10, max_model_len=4096), [])
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankway.blocks import hash_chain, root_hash, unpack_hashes
+from rankway.errors import InvalidField
 from rankway.worker.engine import AllBlocksCleared, BlockRemoved, BlockStored, Finish
 from rankway.worker.mirror import Mirror, MirrorCounts
 from rankway.worker.simulator import SimConfig, Simulator
@@ -255,7 +256,7 @@ def test_a_reset_empties_the_cache_under_running_requests() -> None:
 
 def test_a_cache_smaller_than_the_model_is_refused() -> None:
     """A rank whose cache couldn't hold one longest request is refused: such a request would wait for ever."""
-    with pytest.raises(ValueError, match="max_model_len=100"):
+    with pytest.raises(InvalidField, match="max_model_len=100"):
         SimConfig(total_blocks=10, block_size=4, max_model_len=100)
 
 
