@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rankway.blocks import hash_chain, mix, root_hash, unpack_hashes
@@ -193,7 +193,6 @@ class _Engine:
         return name
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 2**32), events=st.integers(1, 120), aliases=st.integers(1, 2))
 def test_the_mirror_is_the_union_of_the_copies(seed: int, events: int, aliases: int) -> None:
     """After any stream of an engine: mirror == the distinct blocks it holds copies of == what a follower of the changes holds."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from harness.worker_simulation import VOCABULARY, Drive, serve, sim_request, simulator, texts
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rankway.blocks import hash_chain, root_hash, unpack_hashes
@@ -301,7 +301,6 @@ def play(actions: list[Any], drive: Drive, check: Any = lambda: None) -> Drive:
     return drive
 
 
-@settings(deadline=None)
 @given(_ACTIONS)
 def test_blocks_are_never_lost_and_events_tell_the_cache(actions: list[Any]) -> None:
     """used + free == total at all times, idle means nothing used, and the events replay to exactly what the cache holds."""
@@ -327,7 +326,6 @@ def test_blocks_are_never_lost_and_events_tell_the_cache(actions: list[Any]) -> 
     assert +copies == Counter(cache.cached_hashes())
 
 
-@settings(deadline=None)
 @given(_ACTIONS)
 def test_the_mirror_of_a_rank_is_its_cache(actions: list[Any]) -> None:
     """After any history, resets included, the mirror holds exactly the canonical hashes of what the cache holds."""
@@ -346,7 +344,6 @@ def test_the_mirror_of_a_rank_is_its_cache(actions: list[Any]) -> None:
     assert mirror.counts == MirrorCounts()
 
 
-@settings(deadline=None)
 @given(_ACTIONS)
 def test_the_same_actions_give_the_same_history(actions: list[Any]) -> None:
     """The simulator is deterministic: outputs, events and times repeat."""
@@ -354,7 +351,6 @@ def test_the_same_actions_give_the_same_history(actions: list[Any]) -> None:
     assert (first.outputs, first.events, first.now) == (second.outputs, second.events, second.now)
 
 
-@settings(deadline=None)
 @given(st.lists(_REQUESTS, min_size=1, max_size=30))
 def test_nobody_starves(requests: list[dict[str, Any]]) -> None:
     """Everything submitted to a rank that is far too small ends, with as many tokens as asked for."""
