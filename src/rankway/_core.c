@@ -271,7 +271,9 @@ static bool numbers_open(Numbers *n, PyObject *object, size_t width)
 static void chain_blocks(const byte *tokens, size_t blocks, size_t stride, uint64_t h, byte *out)
 {
     for (size_t i = 0; i < blocks; i++) {
-        h = stride == 64 ? xxh64(tokens + 64 * i, 64, h) : xxh64(tokens + stride * i, stride, h);
+        const byte *block = tokens + stride * i;
+        __builtin_prefetch(block + 2048); /* a long prompt comes from memory, and the chain leaves no slack to wait for it */
+        h = stride == 64 ? xxh64(block, 64, h) : xxh64(block, stride, h);
         store64(out + 8 * i, h);
     }
 }
@@ -829,41 +831,46 @@ static PyObject *choice_object(const Candidate *picked)
     return choice;
 }
 
-/* Matches, scores and picks: a Choice, None, or NULL with an error. The tables are idle and the GIL is held throughout. */
-static PyObject *pick(Choosing *c, const byte *hashes, size_t blocks)
+/* Scores and picks: a Choice, None, or NULL with an error. */
+static PyObject *pick_scored(const Choosing *c, const Match *cached, const Match *active)
 {
-    Prompt *p = &c->prompt;
-    Match cached, active;
+    const Prompt *p = &c->prompt;
     Score score;
-    p->own_blocks = (int64_t)blocks;
-    size_t bytes = p->slots * (2 * sizeof(uint32_t) + sizeof(Candidate) + sizeof(double));
-    byte *room = PyMem_RawMalloc(bytes + 1);
-    if (!room)
+    PyObject *result;
+    byte *room = PyMem_RawMalloc(p->slots * (2 * sizeof(uint32_t) + sizeof(Candidate) + sizeof(double)) + 1);
+    if (!room || cached->failed || active->failed) {
+        PyMem_RawFree(room);
         return PyErr_NoMemory();
+    }
     score.candidate = (Candidate *)room;
     double *shares = (double *)(score.candidate + p->slots);
     score.cached = (uint32_t *)(shares + p->slots);
     score.active = score.cached + p->slots;
-    match_open(&cached, &c->index->holders);
-    match_all(&cached, hashes, blocks);
-    match_open(&active, &c->active->holders);
-    match_all(&active, hashes, blocks);
-    fill_buffer(&cached, score.cached, p->slots);
-    fill_buffer(&active, score.active, p->slots);
-    bool failed = cached.failed || active.failed;
-    match_close(&cached);
-    match_close(&active);
+    fill_buffer(cached, score.cached, p->slots);
+    fill_buffer(active, score.active, p->slots);
     score_all(p, &score);
-    PyObject *result = NULL;
-    if (failed)
-        PyErr_NoMemory();
-    else if (!score.candidates)
+    if (!score.candidates)
         result = Py_NewRef(Py_None);
     else if (p->temperature > 0)
         result = choice_object(sample(&score, &c->index->holders, p->temperature, p->seed, shares));
     else
         result = choice_object(cheapest(&score, &c->index->holders, p->seed));
     PyMem_RawFree(room);
+    return result;
+}
+
+/* Matches the prompt's blocks and picks. The tables are idle, and the GIL is held throughout. */
+static PyObject *pick(Choosing *c, const byte *hashes, size_t blocks)
+{
+    Match cached, active;
+    c->prompt.own_blocks = (int64_t)blocks;
+    match_open(&cached, &c->index->holders);
+    match_all(&cached, hashes, blocks);
+    match_open(&active, &c->active->holders);
+    match_all(&active, hashes, blocks);
+    PyObject *result = pick_scored(c, &cached, &active);
+    match_close(&cached);
+    match_close(&active);
     return result;
 }
 

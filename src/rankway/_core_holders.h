@@ -879,30 +879,40 @@ static void choose_instructions(void)
 #endif
 }
 
-static inline void match_fetch(const Table *t, const byte *hashes, size_t count, Bucket **home)
+/* Finds the homes of blocks and fetches them. */
+static inline void match_fetch(const Match *m, const byte *hashes, size_t count, Bucket **home)
 {
-    const Table table = *t; /* a copy that no store can change: its fields stay in registers */
+    const Table table = m->holders->table; /* a copy that no store can change: its fields stay in registers */
     for (size_t i = 0; i < count; i++)
         __builtin_prefetch(home[i] = table_home(&table, load64(hashes + 8 * i), 0));
 }
 
 static inline size_t at_most(size_t a, size_t b) { return a < b ? a : b; }
 
-/* Matches a chain, a group of blocks at a time: their buckets are on the way since the group before was looked up. */
+/* Matches the next blocks of a chain, up to AHEAD of them, which `match_fetch` has been given before. False: nothing more to find. */
+static bool match_group(Match *m, Bucket *const *home, const byte *hashes, size_t count)
+{
+    uint64_t word[AHEAD];
+    bool wide_rows = m->holders->slots > 384; /* a row can pass a cache line, at 10 bytes a chunk */
+    size_t found = look_up(home, hashes, count, wide_rows, word);
+    bool running = match_feed_all(m, word, found);
+    if (running && found < count) {
+        match_end(m);
+        running = false;
+    }
+    return running;
+}
+
+/* Matches a whole chain, a group at a time: the buckets of one are on the way while the one before is looked up. */
 static void match_all(Match *m, const byte *hashes, size_t count)
 {
     Bucket *home[2][AHEAD];
-    uint64_t word[AHEAD];
-    bool wide_rows = m->holders->slots > 384; /* a row can pass a cache line, at 10 bytes a chunk */
-    match_fetch(&m->holders->table, hashes, at_most(count, AHEAD), home[0]);
+    match_fetch(m, hashes, at_most(count, AHEAD), home[0]);
     for (size_t first = 0; first < count; first += AHEAD) {
         size_t group = at_most(count - first, AHEAD), after = first + group;
-        match_fetch(&m->holders->table, hashes + 8 * after, at_most(count - after, AHEAD), home[after / AHEAD % 2]);
-        size_t found = look_up(home[first / AHEAD % 2], hashes + 8 * first, group, wide_rows, word);
-        if (!match_feed_all(m, word, found))
+        match_fetch(m, hashes + 8 * after, at_most(count - after, AHEAD), home[after / AHEAD % 2]);
+        if (!match_group(m, home[first / AHEAD % 2], hashes + 8 * first, group))
             return;
-        if (found < group)
-            break;
     }
     match_end(m);
 }
