@@ -111,10 +111,12 @@ class RankFeed:
 
 def split_changes(changes: Sequence[Change], most_blocks: int = BATCH_BLOCKS) -> list[list[Change]]:
     """Groups of changes, in order, that each fit one message of `most_blocks` block hashes."""
+    framing = EVENT_BYTES // 8
+    if sum(framing + (0 if isinstance(change, Cleared) else len(change.blocks)) for change in changes) <= most_blocks:
+        return [list(changes)] if changes else []
     groups: list[list[Change]] = []
     group: list[Change] = []
     room = most_blocks
-    framing = EVENT_BYTES // 8
     for change in itertools.chain.from_iterable(_parts(change, most_blocks - framing) for change in changes):
         blocks = framing + (0 if isinstance(change, Cleared) else len(change.blocks))
         if group and blocks > room:

@@ -138,8 +138,8 @@ class Mirror:
                 parent = self._known[hashes[first - 1]]
             root = parent
         try:
-            tail = event.token_ids[first * self._block_size :]
-            canonical = unpack_hashes(native.hash_chain(tail, self._block_size, root, extras and extras[first:]))
+            tokens = event.token_ids[first * self._block_size :] if first else event.token_ids
+            canonical = unpack_hashes(native.hash_chain(tokens, self._block_size, root, extras and extras[first:]))
         except ValueError:  # token ids that are none, fewer extra keys than blocks
             self.counts.malformed += len(hashes) - first
             return
