@@ -18,6 +18,8 @@ GRPC_PORT ?=
 LOG_LEVEL ?=
 # More options of `rankway up`, e.g. ARGS='--log-format json'.
 ARGS ?=
+# More options of pytest, e.g. PYTEST_ARGS='-k storm'.
+PYTEST_ARGS ?=
 
 # What the installed package is built from: when one of these is newer than the stamp, it is installed again.
 BUILT_FROM := pyproject.toml $(wildcard setup.py src/rankway/*.c src/rankway/*.h)
@@ -66,15 +68,16 @@ run-cluster: $(RUN_VENV)/.installed $(if $(filter $(DEMO_MODEL),$(RUN_MODEL)),$(
 	  $(if $(HTTP_PORT),--http-port=$(HTTP_PORT)) $(if $(GRPC_PORT),--grpc-port=$(GRPC_PORT)) \
 	  $(if $(LOG_LEVEL),--log-level=$(LOG_LEVEL)) $(ARGS)
 
+# Two at a time, the tests of one file together; one that hangs ends its process, which the other outlives.
 test: $(VENV)/.dev ## the default tests
-	$(BIN)/python -m pytest --ignore=tests/vllm $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --ignore=tests/vllm -n 2 --dist loadfile --timeout-method thread $(PYTEST_ARGS)
 
 test-vllm: $(VLLM_VENV)/.installed $(DEMO_MODEL)/config.json ## the tests that need vLLM, on CPUs
 	DEMO_MODEL=$(abspath $(DEMO_MODEL)) $(VLLM_VENV)/bin/python -m pytest tests/vllm -m vllm -W default -p no:randomly $(PYTEST_ARGS)
 
 soak: $(VENV)/.dev ## long runs: 10,000 requests with a fifth cancelled, storms
-	SOAK_REQUESTS=10000 OUTAGE_S=30 $(BIN)/python -m pytest --timeout=3600 \
-	  tests/system/test_soak.py tests/system/test_failures.py $(PYTEST_ARGS)
+	SOAK_REQUESTS=10000 OUTAGE_S=30 STORMS=1000 $(BIN)/python -m pytest --timeout=3600 \
+	  tests/system/test_soak.py tests/system/test_failures.py tests/system/test_storms.py $(PYTEST_ARGS)
 
 bench: $(VENV)/.dev ## the core against Dynamo's; JSON=<file> writes the figures
 	$(BIN)/python bench/core.py $(if $(PEERS_DIR),--peer-python='$(PEERS_DIR)/dynamo/bin/python')
