@@ -2,7 +2,7 @@
 
 from setuptools import Extension, setup
 
-HEADERS = ["_core_hash.h", "_core_table.h", "_core_holders.h", "_core_choice.h"]
+HEADERS = ["_core_hash.h", "_core_table.h", "_core_rows.h", "_core_holders.h", "_core_match.h", "_core_choice.h"]
 
 setup(
     ext_modules=[

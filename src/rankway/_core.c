@@ -2,7 +2,7 @@
  *
  * Its spec and oracle are the pure twins: rankway/blocks.py, index.py and choice.py give the same results and raise the same
  * classes of errors. This file converts arguments and guards against other threads; the work is in the headers:
- *   _core_hash.h -> _core_table.h -> _core_holders.h -> _core_choice.h
+ *   _core_hash.h -> _core_table.h, _core_rows.h -> _core_holders.h -> _core_match.h -> _core_choice.h
  *
  * Threads: short calls keep the GIL and need no lock. Long ones release it and mark their object busy meanwhile; whoever comes
  * then waits. Arguments are converted before a call touches the tables, since conversion can run any Python code.

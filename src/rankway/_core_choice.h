@@ -4,7 +4,7 @@
 
 #include <math.h>
 
-#include "_core_holders.h"
+#include "_core_match.h"
 
 /* `rankway.choice.LoadTable`, `Weights` and the prompt. */
 typedef struct {
