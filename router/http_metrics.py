@@ -8,7 +8,7 @@ from typing import Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from rankway.router.http_connection import ServerState
+from rankway.router.http_exchange import ServerState
 from rankway.router.tokenizers import EncodingStats
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from email.utils import formatdate
 
 from rankway import logs
-from rankway.router.http_connection import Connection, Exchange, HttpLimits, ServerState
+from rankway.router.http_connection import Connection
+from rankway.router.http_exchange import Exchange, HttpLimits, ServerState
 
 log = logs.get("http")
 

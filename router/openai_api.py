@@ -28,8 +28,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from rankway import logs
 from rankway.errors import InvalidField, NotFound, Overloaded, RankwayError
 from rankway.router import openai_schema as schema
-from rankway.router.http_connection import Exchange, HttpLimits
 from rankway.router.http_error import error_answer, error_body
+from rankway.router.http_exchange import Exchange, HttpLimits
 from rankway.router.http_metrics import FrontDoorCollector
 from rankway.router.http_server import HttpServer, Listening
 from rankway.router.intake import Draft, Intake, ServedModel

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from rankway.errors import EngineFailed, RankwayError
-from rankway.router.http_connection import Exchange
 from rankway.router.http_error import error_answer, error_of
+from rankway.router.http_exchange import Exchange
 from rankway.router.openai_form import REASONS, Choice, Form
 from rankway.router.requests import Dispatch, Dispatcher, Outcome, Routed, RouterRequest
 from rankway.router.sse import DONE, event

@@ -34,7 +34,7 @@ from rankway.router.eligibility import Eligibility
 from rankway.router.explain import Recent
 from rankway.router.fleet import Fleet
 from rankway.router.grpc_endpoint import GrpcEndpoint
-from rankway.router.http_connection import HttpLimits
+from rankway.router.http_exchange import HttpLimits
 from rankway.router.intake import Intake
 from rankway.router.ledger import Ledger, RecentTerm
 from rankway.router.limits import RateLimit

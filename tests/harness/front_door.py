@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from rankway.errors import NotFound, RankOutOfRange, RankwayError, Unavailable, UnknownModel
 from rankway.ranks import DpRange, GlobalRank, Target
-from rankway.router.http_connection import HttpLimits
+from rankway.router.http_exchange import HttpLimits
 from rankway.router.intake import Intake, ModelCard, ServedModel
 from rankway.router.limits import RateLimit
 from rankway.router.openai_api import FrontDoor, FrontDoorLimits

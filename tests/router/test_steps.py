@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rankway.router import steps
-from rankway.router.http_connection import Exchange
+from rankway.router.http_exchange import Exchange
 from rankway.router.openai_form import ChatForm, CompletionForm
 from rankway.router.openai_sinks import StreamedAnswer
 from rankway.router.request import Flight

@@ -14,7 +14,7 @@ from harness.models import byte_level_bpe
 from harness.waiting import eventually
 
 from rankway.errors import Unavailable
-from rankway.router.http_connection import HttpLimits
+from rankway.router.http_exchange import HttpLimits
 from rankway.tokenizer import Tokenizer
 
 PATH = "/v1/completions"

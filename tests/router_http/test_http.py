@@ -9,7 +9,8 @@ import pytest
 from harness.front_door import House, Running, echo, open_house
 from harness.waiting import eventually
 
-from rankway.router.http_connection import MAX_PIPELINED, HttpLimits
+from rankway.router.http_connection import MAX_PIPELINED
+from rankway.router.http_exchange import HttpLimits
 
 PATH = "/v1/completions"
 BODY = b'{"prompt":"hi"}'
