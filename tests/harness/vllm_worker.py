@@ -65,6 +65,10 @@ class VllmWorker:
         """The processes of its ranks."""
         return [process for process in self.family() if "EngineCore" in _title(process)]
 
+    def spawned(self) -> list[psutil.Process]:
+        """vLLM's processes, also those that haven't come far enough to have a name."""
+        return [process for process in self.family() if "spawn_main" in _title(process) or "VLLM" in _title(process)]
+
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)
 

@@ -183,7 +183,7 @@ async def test_a_worker_that_waits_for_rank_zero_says_so_and_can_be_stopped(star
         return any("waits for the process that owns global rank 0" in doing for doing in said)
 
     await eventually(waits, timeout_s=120)
-    await eventually(lambda: len(worker.engine_cores()) == 2, timeout_s=120)
+    await eventually(lambda: len(worker.spawned()) == 2, timeout_s=120)
     worker.terminate()
     assert await asyncio.to_thread(worker.wait, 30) == 0
     assert worker.survivors() == []
