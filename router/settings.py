@@ -58,7 +58,7 @@ class RouterSettings:
     failover_wait_s: float = option("how long a request waits for a worker that is a member but out of reach", 5.0, unit="s")
     lease_grace_s: float = option("how long a worker that answers is kept when its lease has ended", 10.0, unit="s")
     reservation_ttl_s: float = option("how long a reservation of Route lives unless asked otherwise", 30.0, unit="s")
-    explain_recent: int = option("decisions kept for Explain", 1024, unit="decisions")
+    explain_recent: int = option("decisions kept for Explain", 256, unit="decisions")
     share_bookings: bool = option("tell the other routers what is booked, and learn theirs", True)
     share_interval_ms: int = option("bookings are told in batches this far apart", 5, unit="ms")
 
