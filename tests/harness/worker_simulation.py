@@ -1,4 +1,4 @@
-"""Helpers that drive a `Simulator` in virtual time."""
+"""Drives a `Simulator` in virtual time."""
 
 from __future__ import annotations
 
