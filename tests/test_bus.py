@@ -47,6 +47,23 @@ async def test_a_write_to_a_closed_transport_is_a_lost_connection(nats_server: N
     await client.close()
 
 
+async def test_closing_a_broken_connection_raises_nothing(nats_server: NatsServer) -> None:
+    """`close` ends quietly when the connection has just been lost with bytes unsent, and when the server hangs."""
+    client, _ = await bus.connect(nats_server.url, name="test")
+    await client.publish("subject", bytes(100_000))
+    client._transport._io_writer.transport.abort()
+    await client.close()
+    client, _ = await bus.connect(nats_server.url, name="test")
+    nats_server.pause()
+    with suppress(OSError, nats.errors.Error, TimeoutError):
+        async with asyncio.timeout(1):
+            for _ in range(100):
+                await client.publish("subject", bytes(900_000))
+    await client.close()
+    nats_server.resume()
+    assert client.is_closed
+
+
 async def test_an_error_from_the_server_does_not_close_the_client(nats_server: NatsServer) -> None:
     """Where the server ends the connection with an error the client connects again, subscriptions included."""
     client, status = await bus.connect(nats_server.url, name="test")

@@ -6,6 +6,8 @@ The client never gives up reconnecting. Callbacks only set flags and count: an e
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import nats
@@ -19,6 +21,10 @@ log = logs.get("bus")
 
 MAX_PAYLOAD_BYTES = 1_000_000
 """Most bytes that we put into one message: a little under nats-server's default of 1 MiB."""
+
+
+CLOSE_TIMEOUT_S = 2.0
+"""How long closing a connection may take, however slow the server is."""
 
 
 def kv_subject(dp_group: str, worker_id: str = "*", dp_rank: int | str = "*") -> str:
@@ -55,31 +61,58 @@ class _Transport(TcpTransport):
         """True before it is connected, too: nats-py replaces a false one by its own."""
         return True
 
+    closing = False
+    """The client is being closed: what can't be written any more doesn't matter."""
+
     def write(self, payload: bytes) -> None:
-        try:
+        with self._lost_connection():
             super().write(payload)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            raise ConnectionResetError(str(error)) from None
 
     def writelines(self, payload: list[bytes]) -> None:
-        try:
+        with self._lost_connection():
             super().writelines(payload)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            raise ConnectionResetError(str(error)) from None
 
     async def drain(self) -> None:
-        try:
+        with self._lost_connection():
             await super().drain()  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            raise ConnectionResetError(str(error)) from None
+
+    @contextlib.contextmanager
+    def _lost_connection(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, OSError) as error:
+            if not self.closing:
+                raise ConnectionResetError(str(error)) from None
 
 
 class _Client(Client):
-    """A client that is closed by `close` alone: an error that the server reports makes it reconnect, too."""
+    """A client that is closed by `close` alone: an error that the server reports makes it reconnect, too.
+
+    `close` takes `CLOSE_TIMEOUT_S` at most and raises nothing, whatever state the connection is in.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._transport = _Transport()  # type: ignore[no-untyped-call]
+        self._safe_transport = _Transport()  # type: ignore[no-untyped-call]
+        self._transport = self._safe_transport
+
+    async def close(self) -> None:
+        self._safe_transport.closing = True
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await super().close()
+        except TimeoutError:
+            log.warning("NATS doesn't take what is left; connection dropped")
+            self._safe_transport.close()  # type: ignore[no-untyped-call]
+
+    async def _flush_pending(self, force_flush: bool = False) -> object:
+        # nats-py swallows a cancellation here: a publisher that is cancelled while the server hangs would go on.
+        task = asyncio.current_task()
+        before = task.cancelling() if task else 0
+        flushed: object = await super()._flush_pending(force_flush)
+        if task and task.cancelling() > before:
+            raise asyncio.CancelledError
+        return flushed
 
     async def _process_err(self, err_msg: str) -> None:
         error = nats.errors.Error(f"nats: {err_msg}")
