@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rankway.router import steps
@@ -122,6 +123,9 @@ def _body(data: bytes) -> bytes:
     return body
 
 
+EXAMPLES = int(os.environ.get("STEPS_EXAMPLES", "100"))
+"""The sanitizers make each of them slow."""
+
 HARD_TEXTS = ["\u2028", "\u0085", '"\\', "\x00\n", "é🙂"]
 
 
@@ -151,6 +155,7 @@ messages = st.lists(
 )
 
 
+@settings(max_examples=EXAMPLES)
 @given(messages, st.sampled_from([ChatForm, CompletionForm]), st.booleans())
 @example([], ChatForm, False)
 def test_both_ways_lead_to_the_same(
@@ -175,6 +180,7 @@ def test_what_one_message_brings_leaves_in_one_write() -> None:
     assert "".join(event["choices"][0]["delta"]["content"] for event in events) == "abcdefg"
 
 
+@settings(max_examples=EXAMPLES)
 @given(st.binary(max_size=60))
 def test_garbage_is_refused(data: bytes) -> None:
     """Bytes that are no AttachResponse raise, or dispatch what they mean; nothing else happens."""
