@@ -62,12 +62,17 @@ async def run(settings: WorkerSettings, *, ready: service.Ready, stop: asyncio.E
             return
         tokenizer = await asyncio.to_thread(load_tokenizer, info.tokenizer_directory or settings.model)
         publisher.open(info, engine.loads)
-        worker = _Worker(settings, instance, engine, info, tokenizer, publisher)
+        # The port is part of the record that the services hand out, so it is bound before they exist.
+        server = rpc.Server(SERVICE_NAMES)
+        host, _, _ = settings.grpc_listen.rpartition(":")
+        port = server.bind(settings.grpc_listen)
+        endpoint = settings.advertise_endpoint or _reachable(host, port)
+        worker = _Worker(settings, instance, engine, info, tokenizer, publisher, server, endpoint)
         try:
-            addresses = await worker.listen()
+            metrics = await worker.listen()
             worker.start_roles()
             if await _unless(stop, worker.register()) is not None:
-                ready(addresses)
+                ready({"grpc": f"{host}:{port}", "metrics": metrics})
                 await worker.serve(stop)
         finally:
             await worker.close()
@@ -86,6 +91,8 @@ class _Worker:
         info: EngineInfo,
         tokenizer: Tokenizer,
         publisher: Publisher,
+        server: rpc.Server,
+        endpoint: str,
     ) -> None:
         self._settings = settings
         self._instance = instance
@@ -95,24 +102,20 @@ class _Worker:
         self._aliases = tuple(name for name in settings.served_model_name if name != info.model)
         limits = Limits(instance.worker_id, info, (info.model, *self._aliases))
         self._requests = Requests(engine, limits, tokenizer, settings.max_requests)
-        self._server = rpc.Server(SERVICE_NAMES)
+        self._server = server
         self._client = RegistryClient(settings.registry_endpoints)
-        self._keeper: LeaseKeeper
+        self._keeper = LeaseKeeper(self._client, self._record(endpoint))
         self._leave = asyncio.Event()
         """Set by Drain."""
         self._roles: list[asyncio.Task[None]] = []
         self._close_metrics: Callable[[], None] | None = None
 
-    async def listen(self) -> dict[str, str]:
-        """Bind gRPC and metrics; returns their addresses.
+    async def listen(self) -> str:
+        """Serve gRPC and metrics; returns the address of the metrics.
 
         Raises:
-            OSError: an address can't be had.
+            OSError: that address can't be had.
         """
-        host, _, _ = self._settings.grpc_listen.rpartition(":")
-        # The port is part of the record that the services hand out, so it is bound before they exist.
-        port = self._server.bind(self._settings.grpc_listen)
-        self._keeper = LeaseKeeper(self._client, self._record(self._settings.advertise_endpoint or _reachable(host, port)))
         generate_pb2_grpc.add_GenerationServicer_to_server(
             GenerationServicer(self._requests, self._instance.worker_id, self._settings.dp_group), self._server.grpc
         )
@@ -124,7 +127,7 @@ class _Worker:
         registry.register(WorkerCollector(self._instance.worker_id, self._publisher, self._requests))
         metrics_host, _, metrics_port = self._settings.metrics_listen.rpartition(":")
         metrics, self._close_metrics = service.serve_metrics(registry, metrics_host, int(metrics_port))
-        return {"grpc": f"{host}:{port}", "metrics": metrics}
+        return metrics
 
     def start_roles(self) -> None:
         """Start what runs beside the calls: the engine and the publisher."""
@@ -134,8 +137,20 @@ class _Worker:
         ]
 
     async def register(self) -> bool:
-        """Join the registry, for as long as that takes; True. Raises RankwayError: refused."""
-        await self._keeper.register()
+        """Join the registry, for as long as that takes; True.
+
+        Raises:
+            RankwayError: refused, or what a role ended with meanwhile.
+        """
+        joining = asyncio.create_task(self._keeper.register())
+        try:
+            await asyncio.wait((joining, *self._roles), return_when=asyncio.FIRST_COMPLETED)
+            if (failure := self._failure()) is not None:
+                raise failure
+            joining.result()
+        finally:
+            joining.cancel()
+            await asyncio.gather(joining, return_exceptions=True)
         self._roles.append(asyncio.create_task(self._keeper.run(), name="lease"))
         await self._server.set_ready(True)
         return True

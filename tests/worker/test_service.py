@@ -218,6 +218,29 @@ async def test_an_engine_that_cannot_start_ends_the_worker(registry: Registry, m
     assert registry[0].records == {}
 
 
+async def test_an_engine_that_dies_while_no_registry_answers_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting for a registry is no reason to miss the end of the engine."""
+
+    class Short(SimEngine):
+        async def run(self) -> None:
+            raise EngineFailed("gone")
+
+    monkeypatch.setattr(engines, "SimEngine", Short)
+    with pytest.raises(EngineFailed, match="gone"):
+        async with live_worker((FakeRegistry(), "127.0.0.1:1")):
+            pass
+
+
+async def test_a_port_in_use_is_named(registry: Registry, worker: LiveWorker) -> None:
+    """A worker whose address is taken says which, and registers nothing."""
+    for option in ("grpc_listen", "metrics_listen"):
+        taken = worker.addresses[option.partition("_")[0]]
+        with pytest.raises(OSError, match=taken.rpartition(":")[2] if option == "grpc_listen" else "in use"):
+            async with live_worker(registry, worker_id="w2", **{option: taken}):
+                pass
+    assert list(registry[0].records) == ["w1"]
+
+
 async def test_metrics_name_every_rank_by_its_global_number(worker: LiveWorker) -> None:
     """Series carry worker_id and the global dp_rank, and count what requests did."""
     await generate(worker, dp_rank=6)
