@@ -196,7 +196,13 @@ class StormWorker:
             await proxy.stop()
 
     @property
+    def running(self) -> bool:
+        """Started, perhaps not yet up."""
+        return self._service is not None and self._service.running
+
+    @property
     def alive(self) -> bool:
+        """Up: its engine takes requests."""
         return self._service is not None and self._service.running and self._worker is not None
 
     async def wait_ready(self) -> None:
@@ -448,7 +454,7 @@ class World:
             for proxy in (worker.nats, *worker.registries):
                 proxy.heal()
                 proxy.flow()
-            if not worker.alive:
+            if not worker.running:
                 await worker.start()
         for number in (0, 1):
             if self.indexers[number] is None:
