@@ -61,7 +61,7 @@ class Cluster:
     def fill(self, blocks: int) -> None:
         """Store events until the index has that many distinct blocks."""
         while len(self.index) < blocks:
-            for _ in range(100):
+            for _ in range(10):
                 self.fill_ten()
 
     def fill_ten(self) -> None:

@@ -12,6 +12,7 @@
 
 #include "_core_choice.h"
 
+#define ITEMS_AHEAD 64 /* numbers of a list between a prefetch and its use */
 #define LONG_BLOCKS 16384 /* from this many blocks on (about 0.3 ms) the GIL is released */
 
 /* ---- Arguments. */
@@ -175,11 +176,14 @@ static inline __attribute__((always_inline)) bool numbers_of_items(Numbers *n, P
         return false;
     }
     for (size_t i = 0; i < count; i++) {
-        if (i >= (size_t)PySequence_Fast_GET_SIZE(sequence)) { /* an __index__ has shortened the list */
+        size_t size = (size_t)PySequence_Fast_GET_SIZE(sequence);
+        if (i >= size) { /* an __index__ has shortened the list */
             PyErr_SetString(PyExc_ValueError, "the list changed while it was read");
             return false;
         }
-        PyObject *item = PySequence_Fast_GET_ITEM(sequence, i);
+        PyObject **items = PySequence_Fast_ITEMS(sequence), *item = items[i];
+        if (i + ITEMS_AHEAD < size)
+            __builtin_prefetch(items[i + ITEMS_AHEAD]);
         uint64_t value;
         if (!number_fast(item, width, &value)) {
             Py_INCREF(item);
