@@ -48,10 +48,13 @@ def request(tokens: Sequence[int] | str, max_tokens: int = 4, **fields: Any) -> 
 
 
 async def generate(
-    stub: generate_pb2_grpc.GenerationAsyncStub, request: generate_pb2.GenerateRequest, timeout_s: float = 30
+    stub: generate_pb2_grpc.GenerationAsyncStub,
+    request: generate_pb2.GenerateRequest,
+    timeout_s: float = 30,
+    answer: Answer | None = None,
 ) -> Answer:
-    """Send a request and read its stream to the end; checks the order of its messages."""
-    answer = Answer()
+    """Send a request and read its stream to the end; checks the order of its messages. `answer` is filled as it comes."""
+    answer = answer or Answer()
     seen: list[str] = []
     async for response in stub.Generate(request, timeout=timeout_s):
         kind = str(response.WhichOneof("event"))
