@@ -5,7 +5,7 @@ read from /proc/<pid>/stat of the proxy process, so it is the proxy's alone. `th
 over both of their policies. JSON=<file> writes the table as a list of {"name", "ours", "theirs", "unit", "ratio", "reach",
 "holds"}: ratio = ours / theirs, `reach` is what it may be at most (null: shown for information).
 
-    python bench/proxy.py [--peers-dir .venv-peers] [--only http|grpc] [--seconds 5]
+    python bench/proxy.py [--peers-dir .venv-peers] [--only http|grpc] [--seconds 3] [--rounds 3]
 """
 
 from __future__ import annotations
@@ -47,25 +47,28 @@ class Result:
 
 @dataclass(slots=True)
 class Measured:
-    """What one system did under each load, by the load's name."""
+    """What one system did under each load, by the load's name. Of several rounds the best counts: the rest is noise."""
 
     system: str
-    tallies: dict[str, Tally] = field(default_factory=dict)
+    rounds: dict[str, list[Tally]] = field(default_factory=dict)
+
+    def add(self, load: str, tally: Tally) -> None:
+        self.rounds.setdefault(load, []).append(tally)
 
     def cpu_us_per_token(self, load: str) -> float:
-        tally = self.tallies[load]
-        return 1e6 * tally.cpu_s / tally.tokens if tally.tokens else math.nan
+        return min(1e6 * tally.cpu_s / tally.tokens if tally.tokens else math.inf for tally in self.rounds[load])
 
     def cpu_us_per_request(self, load: str) -> float:
-        tally = self.tallies[load]
-        return 1e6 * tally.cpu_s / tally.requests if tally.requests else math.nan
+        return min(1e6 * tally.cpu_s / tally.requests if tally.requests else math.inf for tally in self.rounds[load])
 
     def rate(self, load: str, what: str) -> float:
-        tally = self.tallies[load]
-        return float(getattr(tally, what)) / tally.seconds
+        return max(float(getattr(tally, what)) / tally.seconds for tally in self.rounds[load])
 
     def latency_us(self, load: str, share: float) -> float:
-        return self.tallies[load].percentile_us(share)
+        return min(tally.percentile_us(share) for tally in self.rounds[load])
+
+    def errors(self, load: str) -> int:
+        return sum(tally.errors for tally in self.rounds[load])
 
 
 def http_loads(seconds: float) -> dict[str, Shape]:
@@ -80,35 +83,40 @@ def grpc_loads(seconds: float) -> dict[str, Shape]:
     return {"paced 64": Shape(64, pace_ms=PACE_MS, measure_s=seconds), "burst 64": Shape(64, measure_s=seconds)}
 
 
-def measure_http(system: System, loads: dict[str, Shape]) -> Measured:
-    measured = Measured(system.name)
-    for name, shape in loads.items():
-        measured.tallies[name] = uvloop.run(proxy_load.http(system.http_port, shape, system.cpu_s))
-    _show_http(measured)
+def measure_http(systems: list[System], loads: dict[str, Shape], rounds: int) -> list[Measured]:
+    """Every system under every load, in turns: what disturbs the machine disturbs all of them."""
+    measured = [Measured(system.name) for system in systems]
+    for load, shape in loads.items():
+        for _ in range(rounds):
+            for system, result in zip(systems, measured, strict=True):
+                result.add(load, uvloop.run(proxy_load.http(system.http_port, shape, system.cpu_s)))
+        print(f"\nHTTP, {load}")
+        for result in measured:
+            _show_http(result, load)
     return measured
 
 
-def measure_grpc(system: System, loads: dict[str, Shape]) -> Measured:
-    measured = Measured(system.name)
-    for name, shape in loads.items():
-        measured.tallies[name] = uvloop.run(proxy_load.generate(system.grpc_port, shape, system.cpu_s))
-    cells = "  ".join(
-        f"{name}: {measured.cpu_us_per_token(name):6.1f} µs/token, {measured.rate(name, 'tokens'):8.0f} tokens/s"
-        for name in loads
-    )
-    print(f"gRPC  {system.name:<26} {cells}", flush=True)
+def measure_grpc(systems: list[System], loads: dict[str, Shape], rounds: int) -> list[Measured]:
+    """Generation.Generate of every system under every load, in turns."""
+    measured = [Measured(system.name) for system in systems]
+    for load, shape in loads.items():
+        for _ in range(rounds):
+            for system, result in zip(systems, measured, strict=True):
+                result.add(load, uvloop.run(proxy_load.generate(system.grpc_port, shape, system.cpu_s)))
+        print(f"\ngRPC, {load}")
+        for result in measured:
+            cost = f"{result.cpu_us_per_token(load):7.2f} µs CPU/token" if result.system != "direct" else " " * 20
+            print(f"  {result.system:<26} {cost} {result.rate(load, 'tokens'):9.0f} tokens/s", flush=True)
     return measured
 
 
-def _show_http(measured: Measured) -> None:
-    print(f"HTTP  {measured.system}")
-    for name, tally in measured.tallies.items():
-        cpu = f"{measured.cpu_us_per_token(name):7.2f} µs CPU/token {measured.cpu_us_per_request(name):7.0f} µs CPU/request"
-        line = f"      {name:<10} {cpu} {measured.rate(name, 'requests'):7.0f} requests/s"
-        line += f" {measured.rate(name, 'tokens'):8.0f} tokens/s"
-        if tally.latencies_us:
-            line += f"   latency p50 {measured.latency_us(name, 0.5):7.0f} p99 {measured.latency_us(name, 0.99):7.0f} µs"
-        print(line + (f"   ERRORS {tally.errors}" if tally.errors else ""), flush=True)
+def _show_http(measured: Measured, load: str) -> None:
+    cpu = f"{measured.cpu_us_per_token(load):7.2f} µs CPU/token {measured.cpu_us_per_request(load):7.0f} µs CPU/request"
+    line = f"  {measured.system:<26} {cpu} {measured.rate(load, 'requests'):7.0f} requests/s"
+    line += f" {measured.rate(load, 'tokens'):8.0f} tokens/s"
+    if measured.rounds[load][0].latencies_us:
+        line += f"   latency p50 {measured.latency_us(load, 0.5):7.0f} p99 {measured.latency_us(load, 0.99):7.0f} µs"
+    print(line + (f"   ERRORS {measured.errors(load)}" if measured.errors(load) else ""), flush=True)
 
 
 @dataclass(slots=True)
@@ -129,7 +137,7 @@ def table(run: Run) -> list[Result]:
     if run.ours is not None and run.peers:
         rows += _http_rows(run.ours, run.peers, run.direct)
     if run.grpc_ours is not None and run.grpc_relay is not None:
-        for load in run.grpc_ours.tallies:
+        for load in run.grpc_ours.rounds:
             ours, theirs = run.grpc_ours.cpu_us_per_token(load), run.grpc_relay.cpu_us_per_token(load)
             rows.append(_row(f"gRPC Generate, CPU a token, {load} streams, against a relay", ours, theirs, "µs", 0.5))
     if run.route is not None and run.peers:
@@ -207,29 +215,29 @@ def _logs() -> Iterator[Path]:
         yield Path(path)
 
 
-def measure(peers_dir: Path, seconds: float, only: str) -> Run:
+def measure(peers_dir: Path, seconds: float, rounds: int, only: str) -> Run:
     cpus = Cpus.of_this_machine()
     os.sched_setaffinity(0, cpus.others)
     run = Run()
-    with _logs() as logs:
+    with _logs() as logs, contextlib.ExitStack() as stack:
+        router, relay, direct_grpc = stack.enter_context(proxy_systems.rankway(cpus, logs))
         if only != "grpc":
-            with proxy_systems.backend(cpus, logs) as system:
-                run.direct = measure_http(system, http_loads(seconds))
-        for name in proxy_systems.PEERS if only != "grpc" else ():
-            for policy in POLICIES:
-                with proxy_systems.peer(name, policy, peers_dir, cpus, logs) as system:
-                    run.peers.append(measure_http(system, http_loads(seconds)))
-        with proxy_systems.rankway(cpus, logs) as (router, relay, direct):
-            if only != "grpc":
-                run.ours = measure_http(router, http_loads(seconds))
-            if only != "http":
-                run.grpc_ours = measure_grpc(router, grpc_loads(seconds))
-                run.grpc_relay = measure_grpc(relay, grpc_loads(seconds))
-                measure_grpc(direct, grpc_loads(seconds))
-                tally = uvloop.run(proxy_load.route(router.grpc_port, Shape(32, measure_s=seconds), router.cpu_s))
-                run.route = Measured("route", {"route": tally})
-                cost = run.route.cpu_us_per_request("route")
-                print(f"Route {router.name:<26} {cost:6.1f} µs CPU, {run.route.rate('route', 'requests'):.0f}/s")
+            systems = [stack.enter_context(proxy_systems.backend(cpus, logs)), router]
+            systems += [
+                stack.enter_context(proxy_systems.peer(name, policy, peers_dir, cpus, logs))
+                for name in proxy_systems.PEERS
+                for policy in POLICIES
+            ]
+            run.direct, run.ours, *run.peers = measure_http(systems, http_loads(seconds), rounds)
+        if only != "http":
+            loads = grpc_loads(seconds)
+            run.grpc_ours, run.grpc_relay, _ = measure_grpc([router, relay, direct_grpc], loads, rounds)
+            run.route = Measured("route")
+            for _ in range(rounds):
+                shape = Shape(32, measure_s=seconds)
+                run.route.add("route", uvloop.run(proxy_load.route(router.grpc_port, shape, router.cpu_s)))
+            cost = run.route.cpu_us_per_request("route")
+            print(f"\nRoute  {cost:6.1f} µs CPU a call, {run.route.rate('route', 'requests'):.0f} calls/s")
     return run
 
 
@@ -238,10 +246,11 @@ def main() -> None:
     parser.add_argument(
         "--peers-dir", type=Path, default=HERE.parent / ".venv-peers", help="where the peers' environments are, or go"
     )
-    parser.add_argument("--seconds", type=float, default=5.0, help="measured time of each load")
+    parser.add_argument("--seconds", type=float, default=3.0, help="measured time of each load and round")
+    parser.add_argument("--rounds", type=int, default=3, help="how often every system takes its turn; the best counts")
     parser.add_argument("--only", choices=("http", "grpc"), help="one part of the table")
     args = parser.parse_args()
-    rows = table(measure(args.peers_dir, args.seconds, args.only or ""))
+    rows = table(measure(args.peers_dir, args.seconds, args.rounds, args.only or ""))
     show(rows)
     if target := os.environ.get("JSON"):
         Path(target).write_text(json.dumps([asdict(row) for row in rows], indent=1, ensure_ascii=False) + "\n")

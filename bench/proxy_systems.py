@@ -111,7 +111,7 @@ def peer(name: str, policy: str, peers_dir: Path, cpus: Cpus, logs: Path) -> Ite
         urls = []
         for number in range(2):
             port = free_port()
-            stage.start(f"backend{number}", [sys.executable, str(HERE / "proxy_backend.py"), str(port)], port)
+            stage.start(f"{name} {policy} backend{number}", [sys.executable, str(HERE / "proxy_backend.py"), str(port)], port)
             urls.append(f"http://127.0.0.1:{port}")
         port = free_port()
         command = [python, "-m", module, "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls]
