@@ -5,8 +5,10 @@ Prompts, tokens and generated text are never logged at info level or above.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+from typing import TextIO
 
 import structlog
 
@@ -14,6 +16,21 @@ LEVELS = ("debug", "info", "warning", "error")
 
 # No local variables: they hold prompts and API keys.
 _tracebacks = structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False))
+
+
+class _Unbroken:
+    """A stream whose reader may be gone: a line that nobody can read must not end what it tells of."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
 
 
 def configure(level: str, *, service: str, json: bool | None = None) -> None:
@@ -29,7 +46,7 @@ def configure(level: str, *, service: str, json: bool | None = None) -> None:
             structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(_Unbroken(sys.stderr)),  # type: ignore[arg-type]  # all it needs of a file
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(service=service)
