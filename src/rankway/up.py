@@ -102,9 +102,10 @@ class Cluster:
         """Who listens where, and how each answered its health check."""
         rows = [("SERVICE", "ENDPOINT", "HEALTH", "PID", "METRICS")]
         for child in self._children:
-            metrics = child.addresses.get("metrics")
+            metrics = child.addresses.get("metrics", ":0")
+            shown = "" if metrics.endswith(":0") else f"http://{metrics}/metrics"  # several router processes: one each
             endpoints = "  ".join(f"{kind} {address}" for kind, address in child.addresses.items() if kind != "metrics")
-            rows.append((child.name, endpoints, "healthy", str(child.pid), f"http://{metrics}/metrics" if metrics else ""))
+            rows.append((child.name, endpoints, "healthy", str(child.pid), shown))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
