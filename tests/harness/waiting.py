@@ -35,7 +35,7 @@ def wait_for_port(port: int, timeout_s: float) -> None:
         time.sleep(0.005)
 
 
-async def eventually(condition: Callable[[], Any] | Callable[[], Awaitable[Any]], timeout_s: float = 5.0) -> Any:
+async def eventually(condition: Callable[[], Any] | Callable[[], Awaitable[Any]], timeout_s: float = 10.0) -> Any:
     """Poll a condition (plain or async) until it is true and return its value.
 
     AssertionError of the condition counts as "not yet", and is what fails the test in the end: so a condition may be a

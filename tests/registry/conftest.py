@@ -21,11 +21,11 @@ OpenWatcher = Callable[..., Watcher]
 
 @pytest.fixture
 async def start_replica(nats_server: NatsServer) -> AsyncIterator[StartReplica]:
-    """Starts a replica with a lease of 1 s (or other settings) and waits until it is ready."""
+    """Starts a replica with a lease of 2 s (or other settings) and waits until it is ready."""
     replicas: list[Replica] = []
 
     async def start(**changes: Any) -> Replica:
-        fields: dict[str, Any] = {"grpc_listen": "127.0.0.1:0", "nats_url": nats_server.url, "lease_ttl_s": 1}
+        fields: dict[str, Any] = {"grpc_listen": "127.0.0.1:0", "nats_url": nats_server.url, "lease_ttl_s": 2}
         replica = Replica(RegistrySettings(**{**fields, **changes}))
         replicas.append(replica)
         await replica.wait_ready()

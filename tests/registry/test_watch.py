@@ -104,7 +104,7 @@ async def test_a_restarted_registry(
     await worker.deregister()
     await start_replica(lease_ttl_s=2, grpc_listen=first.endpoint)
     # A bucket younger than the lease may stand for a lost one: a watcher that knows more keeps it for that long.
-    await eventually(lambda: set(watcher.known) == {"w2"})
+    await eventually(lambda: set(watcher.known) == {"w2"}, timeout_s=15)
     await other_worker.deregister()
     await keeping
 
