@@ -34,6 +34,9 @@ log = logs.get("dispatcher")
 SAMPLE = 16
 """One choice in so many is timed."""
 
+NO_PATIENCE_S = 1e9
+"""As if it had waited for ever: a reservation is made now, so its request doesn't wait for a full, warm target."""
+
 FIRST = -(2**31)
 """Priority in the queue of a request whose client has seen output already."""
 
@@ -135,7 +138,7 @@ class RouterDispatcher:
         if self._closing is not None:
             raise self._closing
         query = Query(request.model, request.lora, request.dp_group, request.worker_id, request.dp_rank)
-        decision = self._decide(query, request, request.prompt, 0.0)
+        decision = self._decide(query, request, request.prompt, NO_PATIENCE_S)
         if decision.must_wait:
             raise Overloaded("the request's warm target is full, and waiting for it is cheaper than moving")
         default_ms = int(self.settings.reservation_ttl_s * 1000)
@@ -229,7 +232,7 @@ class RouterDispatcher:
         """`request.Owner.grown`."""
         self.ledger.grow(booking, output_blocks)
 
-    def failed_at(self, flight: Flight, engine_broke: bool) -> bool:
+    def failed_at(self, flight: Flight, error: RankwayError, *, engine_broke: bool) -> bool:
         """`request.Owner.failed_at`."""
         decision = flight.decision
         if engine_broke and decision is not None:
@@ -240,6 +243,7 @@ class RouterDispatcher:
             worker_id=decision.place.target.worker_id if decision is not None else "",
             attempts=flight.attempts,
             output_tokens=len(flight.generated) // 4,
+            error=error.message,
         )
         return flight.attempts < self.settings.max_attempts
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from rankway.router.fleet import Fleet
 from rankway.router.grpc_generation import GenerationServicer
 from rankway.router.ledger import Ledger
 from rankway.router.replica import Replica
+from rankway.router.sharing import Sharing
 from rankway.router.targets import Targets
 
 SCRAPE_TIMEOUT_S = 5.0
@@ -37,6 +39,7 @@ class Observed:
     replica: Replica
     dispatcher: RouterDispatcher
     generation: GenerationServicer
+    sharing: Sharing | None
 
 
 class RouterCollector(Collector):
@@ -64,7 +67,15 @@ class RouterCollector(Collector):
         yield from result.result(SCRAPE_TIMEOUT_S)
 
     def _all(self) -> list[Metric]:
-        return [*self._ranks(), *self._requests(), *self._queue(), *self._predictions(), self._choice_seconds()]
+        return [
+            *self._ranks(),
+            *self._links(),
+            *self._requests(),
+            *self._queue(),
+            *self._predictions(),
+            *self._sharing(),
+            self._choice_seconds(),
+        ]
 
     def _ranks(self) -> Iterator[Metric]:
         gauges = {
@@ -95,6 +106,32 @@ class RouterCollector(Collector):
                 gauges["rank_decode_blocks"].add_metric(labels, loads.decode_blocks[slot])
                 gauges["rank_tree_blocks"].add_metric(labels, observed.replica.index.size(slot))
         yield from gauges.values()
+
+    def _links(self) -> Iterator[Metric]:
+        reconnects = CounterMetricFamily("rankway_router_reconnects", "Attaches made again.", labels=("worker_id",))
+        outbox = GaugeMetricFamily("rankway_router_outbox", "Starts and Aborts not written yet.", labels=("worker_id",))
+        again: Counter[str] = Counter()
+        waiting: Counter[str] = Counter()
+        for link in self._observed.links:  # an old epoch that ends its requests and the new one may both be there
+            again[link.instance.worker_id] += link.reconnects
+            waiting[link.instance.worker_id] += link.outbox_size
+        for worker_id in again:
+            reconnects.add_metric((worker_id,), again[worker_id])
+            outbox.add_metric((worker_id,), waiting[worker_id])
+        yield reconnects
+        yield outbox
+
+    def _sharing(self) -> Iterator[Metric]:
+        sharing = self._observed.sharing
+        if sharing is None:
+            return
+        yield GaugeMetricFamily("rankway_router_other_routers", "Other routers heard of.", sharing.routers)
+        messages = CounterMetricFamily(
+            "rankway_router_sharing", "Messages about bookings, by what became of them.", labels=("what",)
+        )
+        for what, count in sharing.counts.items():
+            messages.add_metric((what,), count)
+        yield messages
 
     def _requests(self) -> Iterator[Metric]:
         observed = self._observed

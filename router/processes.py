@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
+import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
 from rankway import logs, service
+from rankway.launcher import bind_to_parent
 from rankway.router.service import run
 from rankway.router.settings import RouterSettings
 from rankway.settings import to_argv
 
 log = logs.get("processes")
+
+KILL_AFTER_S = 10.0
+"""A process that hasn't ended so long after its drain is killed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,65 +44,74 @@ async def _run(settings: RouterSettings, *, ready: service.Ready, stop: asyncio.
 
 async def _supervise(settings: RouterSettings, ready: service.Ready, stop: asyncio.Event) -> None:
     router_id = settings.router_id or f"{socket.gethostname()[:40]}-{os.getpid()}".replace(".", "-")
-    processes: list[asyncio.subprocess.Process] = []
+    children = [_Child(_argv(settings, router_id, number)) for number in range(settings.processes)]
+    ended = [child.ended for child in children]
     stopping = asyncio.create_task(stop.wait())
-    waits: list[asyncio.Task[int]] = []
     try:
-        pipes = []
-        for number in range(settings.processes):
-            process, pipe = await _start(settings, router_id, number)
-            processes.append(process)
-            pipes.append(pipe)
-            waits.append(asyncio.create_task(process.wait()))
-        answers = asyncio.create_task(_read_all(pipes))
-        await asyncio.wait({answers, stopping, *waits}, return_when=asyncio.FIRST_COMPLETED)
-        if answers.done():
-            lines = answers.result()
-            log.info("processes", addresses=lines)
+        answers = asyncio.gather(*(child.answer for child in children))
+        await asyncio.wait({answers, stopping, *ended}, return_when=asyncio.FIRST_COMPLETED)
+        if answers.done() and all(answers.result()):
+            log.info("processes", addresses=answers.result())
             ready({"grpc": settings.grpc_listen, "http": settings.http_listen, "metrics": settings.metrics_listen})
-        else:
-            answers.cancel()
-        await asyncio.wait({stopping, *waits}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({stopping, *ended}, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
-            raise OSError(f"a router process ended with exit code {next(wait.result() for wait in waits if wait.done())}")
+            raise OSError(f"a router process ended with exit code {next(e.result() for e in ended if e.done())}")
     finally:
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
-        await asyncio.gather(*waits, return_exceptions=True)
+        for child in children:
+            child.terminate()
+        await asyncio.wait(ended, timeout=settings.drain_timeout_s + KILL_AFTER_S)
+        for child in children:
+            child.kill()
+        await asyncio.wait(ended)
         stopping.cancel()
+        await asyncio.gather(stopping, return_exceptions=True)
 
 
-async def _start(settings: RouterSettings, router_id: str, number: int) -> tuple[asyncio.subprocess.Process, int]:
-    """Start one router; returns its process and the end of the pipe on which it says that it is ready."""
+class _Child:
+    """One router process. A thread waits for it: the event loop's own watcher may miss children that end at the same time."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        loop = asyncio.get_running_loop()
+        self.answer: asyncio.Future[str] = loop.create_future()
+        """What it says when it is ready; empty: it ended before."""
+        self.ended: asyncio.Future[int] = loop.create_future()
+        """Its exit code."""
+        reader, writer = os.pipe()
+        self._process = subprocess.Popen(  # noqa: S603  # our own program with our own options
+            argv,
+            env={**os.environ, "RANKWAY_READY_FD": str(writer)},
+            pass_fds=(writer,),
+            # A group of their own: Ctrl-C on the terminal reaches the parent alone, which tells them once.
+            preexec_fn=bind_to_parent(os.getpid()),
+        )
+        os.close(writer)
+        threading.Thread(target=self._watch, args=(loop, reader), name="router process", daemon=True).start()
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        if not self.ended.done():
+            self._process.kill()
+
+    def _watch(self, loop: asyncio.AbstractEventLoop, reader: int) -> None:
+        with os.fdopen(reader) as pipe:
+            line = pipe.readline().strip()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(self.answer.set_result, line)
+        code = self._process.wait()
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(self.ended.set_result, code)
+
+
+def _argv(settings: RouterSettings, router_id: str, number: int) -> list[str]:
+    """The command of one router."""
     host, _, port = settings.metrics_listen.rpartition(":")
     metrics_port = int(port) + number if int(port) else 0
     own = replace(
         settings, processes=1, reuse_port=True, router_id=f"{router_id[:58]}-{number}", metrics_listen=f"{host}:{metrics_port}"
     )
-    reader, writer = os.pipe()
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-P",
-        "-m",
-        "rankway",
-        "router",
-        *to_argv(own),
-        env={**os.environ, "RANKWAY_READY_FD": str(writer)},
-        pass_fds=(writer,),
-    )
-    os.close(writer)
-    return process, reader
-
-
-async def _read_all(pipes: list[int]) -> list[str]:
-    """What each process says when it is ready."""
-    return [await asyncio.to_thread(_read_line, pipe) for pipe in pipes]
-
-
-def _read_line(pipe: int) -> str:
-    with os.fdopen(pipe) as stream:
-        return stream.readline().strip()
+    return [sys.executable, "-P", "-m", "rankway", "router", *to_argv(own)]
 
 
 def _with_ports(settings: RouterSettings, held: contextlib.ExitStack) -> RouterSettings:

@@ -69,7 +69,7 @@ class Owner(Protocol):
 
     def grown(self, booking: Booking, output_blocks: int) -> None: ...
 
-    def failed_at(self, flight: Flight, engine_broke: bool) -> bool:
+    def failed_at(self, flight: Flight, error: RankwayError, *, engine_broke: bool) -> bool:
         """An attempt has failed. Returns whether there may be another one."""
 
     def moves(self, flight: Flight) -> None:
@@ -256,7 +256,7 @@ class Flight:
         """The attempt has failed: another target, if that can be done without the client noticing."""
         self._close_pipe()
         self._release()
-        more = self._owner.failed_at(self, engine_broke)
+        more = self._owner.failed_at(self, error, engine_broke=engine_broke)
         if self.answered_once and not self.resumable:
             why = "n > 1" if self.request.sampling.n > 1 else "guided_json"
             self.fail(Unavailable(f"{error.message}; a request with {why} can't be moved once its output has begun"))

@@ -363,4 +363,5 @@ def _observed(router: Router) -> Observed:
         router.replica,
         router.dispatcher,
         router.generation,
+        router.sharing,
     )

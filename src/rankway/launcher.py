@@ -121,7 +121,7 @@ class Child:
                 stderr=log_write,
                 pass_fds=(ready_write,),
                 env={**os.environ, **(environ or {}), "RANKWAY_READY_FD": str(ready_write)},
-                preexec_fn=_bind_to_parent(os.getpid()),
+                preexec_fn=bind_to_parent(os.getpid()),
             )
         except OSError as error:
             raise StartFailed(f"{name}: can't start {argv[0]}: {error}") from None
@@ -217,7 +217,7 @@ class _Lines(asyncio.Protocol):
         self._on_end()
 
 
-def _bind_to_parent(parent: int) -> Callable[[], None]:
+def bind_to_parent(parent: int) -> Callable[[], None]:
     """What a child does between fork and exec: lead a process group, and die with its parent."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
 

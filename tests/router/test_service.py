@@ -190,16 +190,20 @@ async def test_several_processes_share_the_ports(world: World, two_workers: tupl
         pass_fds=(writer,),
     )
     os.close(writer)
-    with os.fdopen(reader) as pipe:
-        addresses = json.loads(await asyncio.wait_for(asyncio.to_thread(pipe.readline), 20))
-    assert all(worker.attached == 2 for worker in two_workers)
-    assert {hello.router_id for hello in two_workers[0].hellos} == {"many-0", "many-1"}
-    for _ in range(6):
-        async with rpc.open_channel(addresses["grpc"]) as channel:
-            messages = [m async for m in generate_pb2_grpc.GenerationStub(channel).Generate(a_request(), timeout=5)]
-            assert messages[-1].HasField("finished")
-    process.send_signal(signal.SIGTERM)
-    assert await asyncio.wait_for(process.wait(), 15) == 0
+    try:
+        with os.fdopen(reader) as pipe:
+            addresses = json.loads(await asyncio.wait_for(asyncio.to_thread(pipe.readline), 60))
+        assert all(worker.attached == 2 for worker in two_workers)
+        assert {hello.router_id for hello in two_workers[0].hellos} == {"many-0", "many-1"}
+        for _ in range(6):
+            async with rpc.open_channel(addresses["grpc"]) as channel:
+                messages = [m async for m in generate_pb2_grpc.GenerationStub(channel).Generate(a_request(), timeout=5)]
+                assert messages[-1].HasField("finished")
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 30) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
 
 
 async def test_an_address_in_use_is_an_oserror(world: World) -> None:
