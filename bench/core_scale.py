@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import random
+import resource
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -116,33 +117,42 @@ def quantiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def under_events(cluster: Cluster, prompts: list[bytes], seconds: float, blocks_per_s: int) -> dict[str, Any]:
-    """Choices, one after another, while events are applied at a rate: half stores, half removals of what was stored."""
-    stored: list[tuple[int, bytes]] = []
+    """Choices, one after another, while events are applied at a rate: half stores, half removals of what was stored.
+
+    A choice that lost the processor to another process runs on cold caches afterwards: those are told apart.
+    """
+    pending: list[tuple[int, bytes]] = []
     fresh = [(cluster.rng.randrange(cluster.ranks), os.urandom(EVENT_BYTES)) for _ in range(4_000)]
-    choices: list[float] = []
-    applied: list[float] = []
+    undisturbed: list[float] = []
+    disturbed: list[float] = []
+    events: list[float] = []
+
+    def apply(call: Callable[[int, bytes], int], event: tuple[int, bytes]) -> None:
+        start = time.process_time()
+        call(*event)
+        events.append(time.process_time() - start)
+
     begin = time.process_time()
     while (now := time.process_time()) - begin < seconds:
-        while len(applied) * EVENT_BLOCKS < (now - begin) * blocks_per_s:
-            start = time.process_time()
-            if len(stored) < 2_000:
-                stored.append(fresh[len(applied) % len(fresh)])
-                cluster.index.store(*stored[-1])
-            else:
-                cluster.index.remove(*stored.pop(0))
-                stored.append(fresh[len(applied) % len(fresh)])
-                cluster.index.store(*stored[-1])
-                applied.append(0.0)
-            applied.append(time.process_time() - start)
-        prompt = prompts[len(choices) % len(prompts)]
+        while len(events) * EVENT_BLOCKS < (now - begin) * blocks_per_s:
+            pending.append(fresh[len(events) % len(fresh)])
+            apply(cluster.index.store, pending[-1])
+            if len(pending) > 2_000:
+                apply(cluster.index.remove, pending.pop(0))
+        number = len(undisturbed) + len(disturbed)
+        switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
         start = time.process_time()
-        cluster.choose(prompt, len(choices))
-        choices.append(time.process_time() - start)
+        cluster.choose(prompts[number % len(prompts)], number)
+        taken = time.process_time() - start
+        alone = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw == switches
+        (undisturbed if alone else disturbed).append(taken)
     return {
-        "blocks_per_s": round(len(applied) * EVENT_BLOCKS / seconds),
-        "choices": len(choices),
-        "choice_us": quantiles(choices),
-        "events_us": quantiles([seconds for seconds in applied if seconds]),
+        "blocks_per_s": round(len(events) * EVENT_BLOCKS / seconds),
+        "choices": len(undisturbed),
+        "choice_us": quantiles(undisturbed),
+        "choices_disturbed": len(disturbed),
+        "choice_disturbed_us": quantiles(disturbed) if disturbed else {},
+        "event_us": quantiles(events),
     }
 
 
@@ -228,16 +238,16 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1_024)
     parser.add_argument("--seconds", type=float, default=10.0, help="of choices under events")
     parser.add_argument("--cpu", type=int, default=0)
+    parser.add_argument("--part", choices=["all", "at_scale", "growth"], default="all")
     args = parser.parse_args()
     os.sched_setaffinity(0, {args.cpu})
-    figures = {
-        "at_scale": at_scale(args.ranks, args.blocks, args.seconds),
-        "by_blocks": by_blocks(args.blocks),
-        "by_ranks": by_ranks(),
-        "by_tokens": by_tokens(),
-    }
+    figures: dict[str, Any] = {}
+    if args.part != "growth":
+        figures["at_scale"] = at_scale(args.ranks, args.blocks, args.seconds)
+    if args.part != "at_scale":
+        figures |= {"by_blocks": by_blocks(args.blocks), "by_ranks": by_ranks(), "by_tokens": by_tokens()}
     text = json.dumps(figures, indent=1)
-    print(json.dumps(figures["at_scale"], indent=1) if args.json else text)
+    print(text)
     if args.json:
         Path(args.json).write_text(text + "\n")
 

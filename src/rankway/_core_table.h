@@ -427,13 +427,10 @@ static void table_erase(Table *t, Spot spot)
     t->entries--;
     for (;;) {
         Bucket *b = spot.bucket;
-        bool was_full = b->word[BUCKET_ENTRIES - 1] != 0;
-        unsigned last = BUCKET_ENTRIES - 1;
-        while (!b->word[last])
-            last--;
+        unsigned last = bucket_used(b) - 1;
         bucket_set(b, spot.entry, b->key[last], b->word[last]);
         bucket_set(b, last, 0, 0);
-        if (!was_full || !find_pushed(t, b, &spot))
+        if (last < BUCKET_ENTRIES - 1 || !find_pushed(t, b, &spot))
             return;
         bucket_set(b, last, spot.bucket->key[spot.entry], spot.bucket->word[spot.entry]);
     }
