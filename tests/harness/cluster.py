@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -23,6 +24,14 @@ OPTIONS = ("--log-level=debug", "--log-format=json", "--router-args=--recent-wei
 times as fast as real time."""
 
 
+_libc = ctypes.CDLL(None)
+
+
+def _end_with_the_tests() -> None:
+    """A test run that is killed leaves no cluster behind (Linux: PR_SET_PDEATHSIG)."""
+    _libc.prctl(1, signal.SIGTERM)
+
+
 class Cluster:
     """`rankway up` with free ports. `stop` it in the end; `lines` is its output so far."""
 
@@ -38,6 +47,7 @@ class Cluster:
             stderr=subprocess.STDOUT,
             env={**os.environ, "TMPDIR": str(tmp_path), **(environ or {})},
             start_new_session=True,
+            preexec_fn=_end_with_the_tests,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
