@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from rankway import logs, service
 from rankway.launcher import bind_to_parent
@@ -47,13 +48,14 @@ async def _supervise(settings: RouterSettings, ready: service.Ready, stop: async
     children = [_Child(_argv(settings, router_id, number)) for number in range(settings.processes)]
     ended = [child.ended for child in children]
     stopping = asyncio.create_task(stop.wait())
+    over: set[asyncio.Future[Any]] = {stopping, *ended}
     try:
         answers = asyncio.gather(*(child.answer for child in children))
-        await asyncio.wait({answers, stopping, *ended}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({answers, *over}, return_when=asyncio.FIRST_COMPLETED)
         if answers.done() and all(answers.result()):
             log.info("processes", addresses=answers.result())
             ready({"grpc": settings.grpc_listen, "http": settings.http_listen, "metrics": settings.metrics_listen})
-        await asyncio.wait({stopping, *ended}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
             raise OSError(f"a router process ended with exit code {next(e.result() for e in ended if e.done())}")
     finally:
