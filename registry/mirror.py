@@ -7,6 +7,7 @@ import contextlib
 import time
 from datetime import UTC, datetime
 
+import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import api
@@ -97,6 +98,9 @@ class Mirror:
                 reason = await self._follow()
             except Unavailable as error:
                 reason = error.message
+            except (nats.errors.Error, ConnectionError) as error:
+                # NATS restarts with an empty store between two of our calls: what we just made is gone.
+                reason = f"{type(error).__name__}: {error}"
             self._set_following(False)
             log.warning("loading the bucket anew", reason=reason)
             await asyncio.sleep(RETRY_S)

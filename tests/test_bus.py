@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
+import nats.aio.client
 import nats.errors
 import pytest
 from harness.nats import NatsServer
@@ -62,6 +63,17 @@ async def test_closing_a_broken_connection_raises_nothing(nats_server: NatsServe
     await client.close()
     nats_server.resume()
     assert client.is_closed
+
+
+async def test_a_cancellation_that_comes_with_the_answer_is_not_lost() -> None:
+    """nats-py's waits end with the cancellation, even at the very moment at which the answer comes."""
+    answer = asyncio.get_running_loop().create_future()
+    answer.add_done_callback(lambda _: task.cancel())
+    task = asyncio.create_task(nats.aio.client.asyncio.wait_for(answer, 5))
+    await asyncio.sleep(0)
+    answer.set_result(None)
+    await asyncio.wait({task})
+    assert task.cancelled()
 
 
 async def test_an_error_from_the_server_does_not_close_the_client(nats_server: NatsServer) -> None:

@@ -7,10 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, TypeVar
 
 import nats
+import nats.aio.client
+import nats.aio.subscription
+import nats.aio.transport
+import nats.js.client
+import nats.js.kv
 from nats.aio.client import Client
 from nats.aio.transport import TcpTransport
 
@@ -18,6 +26,8 @@ from rankway import logs
 from rankway.ranks import check_name
 
 log = logs.get("bus")
+
+T = TypeVar("T")
 
 MAX_PAYLOAD_BYTES = 1_000_000
 """Most bytes that we put into one message: a little under nats-server's default of 1 MiB."""
@@ -49,6 +59,25 @@ class BusStatus:
     disconnects: int = 0
     slow_consumer_drops: int = 0
     reconnected: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class _Asyncio(ModuleType):
+    """asyncio as nats-py sees it. Python 3.11's wait_for forgets a cancellation that comes together with what it waits for: a
+    task that is cancelled while it waits for NATS's answer would go on for ever. This one is Python 3.12's.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    @staticmethod
+    async def wait_for(awaitable: Awaitable[T], timeout: float | None) -> T:
+        async with asyncio.timeout(timeout):
+            return await awaitable
+
+
+if sys.version_info < (3, 12):
+    for module in (nats.aio.client, nats.aio.subscription, nats.aio.transport, nats.js.client, nats.js.kv):
+        vars(module)["asyncio"] = _Asyncio("asyncio")
 
 
 class _Transport(TcpTransport):
