@@ -49,7 +49,7 @@ BLOCK_SIZE = 4
 KV_BLOCKS = 64
 RANKS_PER_WORKER = 2
 LEASE_S = 1
-KILL_TIMEOUT_S = 10.0
+KILL_TIMEOUT_S = 30.0
 
 Truth = Mapping[RankKey, set[int]]
 """What every rank of every live instance holds."""
