@@ -14,6 +14,8 @@ from typing import Protocol, cast
 
 import hpack
 
+from rankway.router.header_blocks import HeaderBlocks
+
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
@@ -198,7 +200,7 @@ class Connection(asyncio.Protocol):
         self._going = False
         self._headers_of: tuple[int, int, bytearray] | None = None
         """(stream, flags, block so far) of a header block that goes on in CONTINUATIONs."""
-        self._decoder = hpack.Decoder(max_header_list_size=HEADER_BYTES)
+        self._blocks = HeaderBlocks(HEADER_BYTES)
 
     # asyncio.Protocol
 
@@ -367,7 +369,7 @@ class Connection(asyncio.Protocol):
     def _open(self, stream_id: int, flags: int, block: bytes) -> None:
         try:
             # Every block must be decoded, also of streams that are refused: the decoder's table goes on from it.
-            headers = cast("Headers", self._decoder.decode(block))
+            headers = self._blocks.decode(block)
         except (hpack.HPACKError, UnicodeDecodeError) as error:
             raise ConnectionError_(COMPRESSION_ERROR, f"header block: {error}") from None
         known = self.streams.get(stream_id)
