@@ -36,6 +36,8 @@ from rankway.v1 import registry_pb2, registry_pb2_grpc, worker_pb2, worker_pb2_g
 
 POLICIES = ("round_robin", "kv")
 START_TIMEOUT_S = 600.0
+SYSTEM_WORDS = 120
+USER_WORDS = 100
 ENVIRON = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # what lets vLLM's CPU engine do without a worker process a rank
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -217,17 +219,17 @@ def converse(address: str, seed: str, turns: int, system: str, max_tokens: int) 
     messages = [{"role": "system", "content": system}]
     measured = []
     for _ in range(turns):
-        messages.append({"role": "user", "content": sentence(rng, 60)})
+        messages.append({"role": "user", "content": sentence(rng, USER_WORDS)})
         turn, text = ask(address, messages, max_tokens)
         messages.append({"role": "assistant", "content": text})
         measured.append(turn)
     return measured
 
 
-def measure(running: harness.Cluster, policy: str, conversations: int, turns: int, at_once: int, max_tokens: int = 16) -> Row:
+def measure(running: harness.Cluster, policy: str, conversations: int, turns: int, at_once: int, max_tokens: int = 24) -> Row:
     """All conversations through a router of the policy, `at_once` of them side by side, on empty caches."""
     asyncio.run(reset_caches(running))
-    system = "You are a helpful assistant. " + sentence(random.Random("system"), 250)
+    system = "You are a helpful assistant. " + sentence(random.Random("system"), SYSTEM_WORDS)
     with router(running, policy) as address, ThreadPoolExecutor(at_once) as threads:
         answers = threads.map(
             lambda number: converse(address, f"conversation-{number}", turns, system, max_tokens), range(conversations)
