@@ -30,6 +30,8 @@ class RepairLimits:
     per_worker: int = 2
     timeout_s: float = 10.0
     """For one snapshot."""
+    silence_s: float = 2.0
+    """Without a message for so long a snapshot is given up: workers answer from memory, so a call that hangs is asked anew."""
     backoff_min_s: float = 0.1
     backoff_max_s: float = 5.0
 
@@ -137,13 +139,17 @@ class Repairer(Observer):
         seq = digest = count = -1
         call = worker_pb2_grpc.WorkerStub(channel).Snapshot(request, timeout=self._limits.timeout_s)
         try:
-            async for part in call:
-                if part.epoch != key.epoch:
-                    raise SnapshotFailed(f"epoch {part.epoch} answers at the endpoint of epoch {key.epoch}")
-                if len(part.block_hashes) % 8:
-                    raise SnapshotFailed(f"block_hashes of {len(part.block_hashes)} bytes: not a multiple of 8")
-                chunks.append(part.block_hashes)
-                seq, digest, count = part.seq, part.kv_digest, part.kv_block_count
+            async with asyncio.timeout(self._limits.silence_s) as silence:
+                async for part in call:
+                    silence.reschedule(asyncio.get_running_loop().time() + self._limits.silence_s)
+                    if part.epoch != key.epoch:
+                        raise SnapshotFailed(f"epoch {part.epoch} answers at the endpoint of epoch {key.epoch}")
+                    if len(part.block_hashes) % 8:
+                        raise SnapshotFailed(f"block_hashes of {len(part.block_hashes)} bytes: not a multiple of 8")
+                    chunks.append(part.block_hashes)
+                    seq, digest, count = part.seq, part.kv_digest, part.kv_block_count
+        except TimeoutError:
+            raise SnapshotFailed(f"no message in {self._limits.silence_s:g} s") from None
         finally:
             call.cancel()
         if seq < 0:
