@@ -7,6 +7,7 @@ rank, and the shape of its statistics.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import multiprocessing
 import os
@@ -279,6 +280,13 @@ def dead_process(llm: AsyncLLM) -> str:
             how = f"exit code {process.exitcode}" if process.exitcode >= 0 else f"signal {-process.exitcode}"
             return f"vLLM's process {process.name} (pid {process.pid}) ended with {how}"
     return "vLLM's engine died: the cause is in its log lines above" if llm.errored else ""
+
+
+async def end_output_handler(llm: AsyncLLM) -> None:
+    """End vLLM's reader of outputs before its engines: it would take their orderly end for a failure and log a traceback."""
+    if llm.output_handler is not None:
+        llm.output_handler.cancel()
+        await asyncio.gather(llm.output_handler, return_exceptions=True)
 
 
 def end_children() -> None:

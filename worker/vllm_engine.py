@@ -223,6 +223,7 @@ class VllmEngine:
         if self._caches is not None:
             await self._caches.close()
         if self._llm is not None:
+            await self._api.end_output_handler(self._llm)
             await _in_thread(lambda: self._llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S))
         await self._end_children()
         if self._guard is not None:
