@@ -8,7 +8,7 @@ import time
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from rankway import logs
+from rankway import bus, logs
 from rankway.indexer.events import Malformed, parse_batch, parse_load
 from rankway.indexer.slots import RankKey
 from rankway.indexer.tracker import Tracker
@@ -17,9 +17,6 @@ log = logs.get("intake")
 
 SLICE_S = 0.005
 """Messages are taken in for so long at most before others on the event loop get their turn."""
-
-PENDING_BYTES = 128 * 2**20
-"""Bytes that may wait beside the settings' number of messages."""
 
 
 class Intake:
@@ -36,13 +33,9 @@ class Intake:
 
         Beyond `pending_messages` the client drops; `bus.BusStatus.slow_consumer_drops` counts them.
         """
-        await client.subscribe(
-            f"rankway.v1.{dp_group or '*'}.*.*.*",  # the active.* subjects are one token shorter
-            cb=self._on_message,
-            pending_msgs_limit=pending_messages,
-            pending_bytes_limit=PENDING_BYTES,
-        )
-        await client.flush()
+        # The active.* subjects are one token shorter.
+        subject = f"rankway.v1.{dp_group or '*'}.*.*.*"
+        await bus.subscribe(client, subject, self._on_message, pending_messages=pending_messages)
 
     async def _on_message(self, message: Msg) -> None:
         now = asyncio.get_running_loop().time()

@@ -102,7 +102,7 @@ class Sharing:
         """Share until cancelled."""
         client, status = await bus.connect(self._settings.nats_url, name="rankway-router")
         try:
-            await client.subscribe(bus.active_subject(self._settings.dp_group or "*"), cb=self._on_message)
+            await bus.subscribe(client, bus.active_subject(self._settings.dp_group or "*"), self._on_message)
             self._client = client
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._tell())

@@ -93,6 +93,25 @@ async def test_an_error_from_the_server_does_not_close_the_client(nats_server: N
     await client.close()
 
 
+async def test_a_subscription_is_confirmed_however_often_the_server_restarts(nats_server: NatsServer) -> None:
+    """`subscribe` outlasts a server that dies before it has confirmed, and messages come."""
+    client, _ = await bus.connect(nats_server.url, name="test")
+    heard: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def hear(message: object) -> None:
+        heard.put_nowait(message.data)  # type: ignore[attr-defined]
+
+    nats_server.pause()
+    subscribing = asyncio.create_task(bus.subscribe(client, "subject", hear))
+    done, _ = await asyncio.wait({subscribing}, timeout=1.5)  # longer than one confirmation may take
+    assert not done
+    nats_server.restart()
+    await asyncio.wait_for(subscribing, 10)
+    await client.publish("subject", b"here")
+    assert await asyncio.wait_for(heard.get(), 5) == b"here"
+    await client.close()
+
+
 async def test_a_name_is_checked(nats_server: NatsServer) -> None:
     """A connection's name has the characters of a NATS token."""
     with pytest.raises(InvalidField, match="name"):

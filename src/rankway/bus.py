@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ import nats.aio.transport
 import nats.js.client
 import nats.js.kv
 from nats.aio.client import Client
+from nats.aio.msg import Msg
 from nats.aio.transport import TcpTransport
 
 from rankway import logs
@@ -32,6 +33,9 @@ T = TypeVar("T")
 MAX_PAYLOAD_BYTES = 1_000_000
 """Most bytes that we put into one message: a little under nats-server's default of 1 MiB."""
 
+
+CONFIRM_TIMEOUT_S = 1.0
+"""How long the server may take to confirm a subscription before it is asked again."""
 
 CLOSE_TIMEOUT_S = 2.0
 """How long closing a connection may take, however slow the server is."""
@@ -105,6 +109,11 @@ class _Transport(TcpTransport):
         with self._lost_connection():
             await super().drain()  # type: ignore[no-untyped-call]
 
+    def abort(self) -> None:
+        """Close without sending what is left: a peer that doesn't read would keep the socket open."""
+        if self._io_writer is not None:
+            self._io_writer.transport.abort()
+
     @contextlib.contextmanager
     def _lost_connection(self) -> Iterator[None]:
         try:
@@ -132,7 +141,8 @@ class _Client(Client):
                 await super().close()
         except TimeoutError:
             log.warning("NATS doesn't take what is left; connection dropped")
-            self._safe_transport.close()  # type: ignore[no-untyped-call]
+            self._safe_transport.abort()
+            await asyncio.sleep(0)
 
     async def _flush_pending(self, force_flush: bool = False) -> object:
         # nats-py swallows a cancellation here: a publisher that is cancelled while the server hangs would go on.
@@ -209,3 +219,31 @@ async def connect(url: str, *, name: str, pending_bytes: int = 8 * 2**20) -> tup
             connecting.cancel()
             await asyncio.wait((connecting,), timeout=0.05)
     return client, status
+
+
+async def subscribe(
+    client: Client,
+    subject: str,
+    on_message: Callable[[Msg], Awaitable[None]],
+    *,
+    pending_messages: int = 65_536,
+    pending_bytes: int = 128 * 2**20,
+) -> None:
+    """Subscribe, and return once the server knows of it, for as long as that takes: connections may be lost meanwhile.
+
+    Beyond the pending limits the client drops messages; `BusStatus.slow_consumer_drops` counts them.
+
+    Raises:
+        nats.errors.ConnectionClosedError: the client has been closed.
+    """
+    with contextlib.suppress(OSError):  # subscribed all the same as soon as the connection is back
+        await client.subscribe(subject, cb=on_message, pending_msgs_limit=pending_messages, pending_bytes_limit=pending_bytes)
+    while True:
+        try:
+            await client.flush(timeout=CONFIRM_TIMEOUT_S)  # type: ignore[arg-type]  # a float works; nats-py says int
+        except (nats.errors.Error, OSError):
+            if client.is_closed:
+                raise
+            await asyncio.sleep(0.1)
+        else:
+            return
