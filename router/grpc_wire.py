@@ -6,9 +6,9 @@ Header blocks are literals without indexing (RFC 7541, 6.2.2), so they depend on
 from __future__ import annotations
 
 import base64
-import binascii
 import re
 
+import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
@@ -19,8 +19,11 @@ from rankway.v1 import worker_pb2
 _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
 _UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 
-MESSAGE_CHARS = 2000
-"""Longest status message; what is beyond is cut off."""
+MESSAGE_BYTES = 2000
+"""Longest status message in UTF-8; what is beyond is cut off. It goes out up to three times as long, and once more in the details,
+and clients take 8 KB of trailers."""
+
+_CONTENT_TYPE = re.compile(r"application/grpc(\+proto)?\s*(;.*)?", re.IGNORECASE)
 
 
 def _literal(name: bytes, value: bytes) -> bytes:
@@ -53,7 +56,7 @@ def refusal(http_status: int) -> bytes:
 
 def trailers(error: RankwayError) -> bytes:
     """The block that ends a call with an error; Overloaded carries google.rpc.RetryInfo."""
-    message = error.message[:MESSAGE_CHARS]
+    message = _shortened(error.message)
     block = _literal(b"grpc-status", str(error.code.value[0]).encode()) + _literal(b"grpc-message", _percent_encoded(message))
     if isinstance(error, Overloaded):
         detail, delay = AnyMessage(), Duration()
@@ -66,25 +69,36 @@ def trailers(error: RankwayError) -> bytes:
 
 def raw_trailers(code: int, message: str, more: list[tuple[str, str | bytes]]) -> bytes:
     """The block that ends a call as another server ended it."""
-    block = _literal(b"grpc-status", str(code).encode()) + _literal(b"grpc-message", _percent_encoded(message[:MESSAGE_CHARS]))
+    block = _literal(b"grpc-status", str(code).encode()) + _literal(b"grpc-message", _percent_encoded(_shortened(message)))
     for name, value in more:
-        text = base64.b64encode(value) if isinstance(value, bytes) else value.encode()
+        text = base64.b64encode(value).rstrip(b"=") if isinstance(value, bytes) else value.encode()
         block += _literal(name.encode(), text)
     return block
 
 
-def metadata_value(name: str, value: str) -> str | bytes:
-    """A header's value as gRPC means it: names that end in -bin carry bytes.
+def is_grpc(content_type: str) -> bool:
+    """Whether it is gRPC with protobuf messages; grpc-web, which begins alike, isn't."""
+    return _CONTENT_TYPE.fullmatch(content_type) is not None
+
+
+def metadata(name: str, value: str) -> list[tuple[str, str | bytes]]:
+    """A header as gRPC means it: names that end in -bin carry bytes, several with commas between.
 
     Raises:
-        InvalidField: no base64.
+        InvalidField: no base64, or letters that gRPC's metadata can't carry.
     """
-    if not name.endswith("-bin"):
-        return value
+    if name.endswith("-bin"):
+        return [(name, _decoded(name, part.strip(" "))) for part in value.split(",")]
+    if not (value.isascii() and (value.isprintable() or not value)):
+        raise InvalidField(name, value, "metadata is printable ASCII, or bytes under a name that ends in -bin")
+    return [(name, value)]
+
+
+def _decoded(name: str, text: str) -> bytes:
     try:
-        return base64.b64decode(value + "=" * (-len(value) % 4), validate=True)
-    except binascii.Error:
-        raise InvalidField(name, value, "is no base64") from None
+        return base64.b64decode(text.rstrip("=") + "=" * (-len(text.rstrip("=")) % 4), validate=True)
+    except ValueError:
+        raise InvalidField(name, text, "is no base64") from None
 
 
 def timeout_s(value: str) -> float:
@@ -116,9 +130,9 @@ class MessageReader:
         self._buffer = bytearray()
 
     @property
-    def empty(self) -> bool:
-        """Whether no part of a message is left over."""
-        return not self._buffer
+    def held(self) -> int:
+        """Bytes of a message that isn't complete."""
+        return len(self._buffer)
 
     def feed(self, data: bytes) -> list[bytes]:
         """The messages that `data` completes.
@@ -131,9 +145,11 @@ class MessageReader:
         while len(self._buffer) >= 5:
             size = int.from_bytes(self._buffer[1:5], "big")
             if self._buffer[0]:
-                raise InvalidField("grpc-encoding", self._buffer[0], "compressed messages are not taken here")
+                raise RankwayError("a message that is marked as compressed, on a call without grpc-encoding")
             if size > self._max_bytes:
-                raise Overloaded(f"a message of {size} bytes, at most {self._max_bytes} are taken")
+                error = RankwayError(f"a message of {size} bytes, at most {self._max_bytes} are taken")
+                error.code = grpc.StatusCode.RESOURCE_EXHAUSTED  # as gRPC's own servers say; no RetryInfo: it won't get shorter
+                raise error
             if len(self._buffer) < 5 + size:
                 break
             messages.append(bytes(self._buffer[5 : 5 + size]))
@@ -152,6 +168,10 @@ def short_delta(tokens: bytes, text: bytes) -> bytes:
 def is_short(delta: worker_pb2.StepDelta, tokens: bytes, text: bytes) -> bool:
     """Whether `short_delta` can carry it."""
     return len(tokens) + len(text) < 100 and not delta.index and not delta.finish_reason and not delta.logprobs
+
+
+def _shortened(text: str) -> str:
+    return text.encode(errors="replace")[:MESSAGE_BYTES].decode(errors="ignore")
 
 
 def _percent_encoded(text: str) -> bytes:

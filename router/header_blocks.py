@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import hpack
 
 Headers = list[tuple[str, str]]
@@ -23,14 +21,44 @@ class HeaderBlocks:
         self._known: dict[bytes, Headers] = {}
 
     def decode(self, block: bytes) -> Headers:
-        """Names and values, not to be changed. Raises hpack.HPACKError or UnicodeDecodeError."""
+        """Names and values, not to be changed; bytes beyond ASCII are Latin-1. Raises hpack.HPACKError."""
         known = self._known.get(block)
         if known is not None:
             return known
-        headers = cast("Headers", self._decoder.decode(block))
+        pairs = self._decoder.decode(block, raw=True)
+        headers = [(str(name, "latin-1"), str(value, "latin-1")) for name, value in pairs]  # type: ignore[arg-type]
         if block and min(block) > 0x80 and max(block) < 0xFF:
             if len(self._known) < MAX_KNOWN:
                 self._known[bytes(block)] = headers
         else:
             self._known.clear()
         return headers
+
+
+_PSEUDO = frozenset((":method", ":scheme", ":path", ":authority"))
+_REQUIRED = (":method", ":scheme", ":path")
+_OF_CONNECTIONS = frozenset(("connection", "keep-alive", "proxy-connection", "transfer-encoding", "upgrade"))
+
+
+def size(headers: Headers) -> int:
+    """A header list's size as SETTINGS_MAX_HEADER_LIST_SIZE counts it."""
+    return sum(len(name) + len(value) + 32 for name, value in headers)
+
+
+def fault(headers: Headers) -> str:
+    """What makes a request malformed (RFC 9113, 8.2 and 8.3); empty: nothing."""
+    seen = set()
+    regular = False
+    for name, value in headers:
+        if name[:1] == ":":
+            if regular or name not in _PSEUDO or name in seen:
+                return f"pseudo-header {name!r} out of place"
+            seen.add(name)
+            continue
+        regular = True
+        if name in _OF_CONNECTIONS or (name == "te" and value != "trailers") or name != name.lower() or not name:
+            return f"header {name!r} isn't allowed"
+    for name in _REQUIRED:
+        if name not in seen:
+            return f"no {name}"
+    return ""

@@ -14,14 +14,15 @@ from typing import Protocol, cast
 
 import hpack
 
-from rankway.router.header_blocks import HeaderBlocks
+from rankway.router.header_blocks import HeaderBlocks, Headers, fault
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 END_STREAM = ACK = 0x1
 END_HEADERS, PADDED, HAS_PRIORITY = 0x4, 0x8, 0x20
-MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE, MAX_HEADER_LIST_SIZE = 0x3, 0x4, 0x5, 0x6
+HEADER_TABLE_SIZE, ENABLE_PUSH, MAX_CONCURRENT_STREAMS = 0x1, 0x2, 0x3
+INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE, MAX_HEADER_LIST_SIZE = 0x4, 0x5, 0x6
 NO_ERROR, PROTOCOL_ERROR, FLOW_CONTROL_ERROR, STREAM_CLOSED = 0x0, 0x1, 0x3, 0x5
 FRAME_SIZE_ERROR, REFUSED_STREAM, CANCEL, COMPRESSION_ERROR, ENHANCE_YOUR_CALM = 0x6, 0x7, 0x8, 0x9, 0xB
 
@@ -31,7 +32,14 @@ FRAME_BYTES = 16_384
 """Largest frame that we take, and send unless the peer takes larger ones."""
 
 HEADER_BYTES = 32 * 2**10
-"""Largest header block."""
+"""Largest list of headers (names, values and 32 bytes each) of a call; a larger one is refused."""
+
+HEADER_BLOCK_BYTES = 4 * HEADER_BYTES
+"""Largest one that is decoded at all; beyond, the connection is cut. Between the two only the call suffers: a proxy's connection
+carries the calls of many clients."""
+
+MAX_CONTINUATIONS = 64
+"""Frames that a header block may be cut into."""
 
 RECEIVE_WINDOW = 4 * 2**20
 """Bytes that a peer may send on a stream before it hears of their arrival."""
@@ -39,16 +47,44 @@ RECEIVE_WINDOW = 4 * 2**20
 PENDING_BYTES = 4 * 2**20
 """Bytes of one stream that the peer may leave unread; beyond, the stream's receiver is told."""
 
+CONNECTION_PENDING_BYTES = 64 * 2**20
+"""The same for all streams of a connection; the receiver of the stream that grows beyond is told."""
+
+TURN_BYTES = 2**20
+"""Data that streams may write in one turn of the event loop; the rest waits for the transport to take it."""
+
+UNSENT_BYTES = 16 * 2**20
+"""What the transport may hold of frames outside flow control (acknowledgements, headers, trailers); beyond, the peer doesn't read
+and the connection is cut."""
+
 MAX_RESETS = 1_000
-"""Streams that a peer may reset before their answer within one keepalive interval; beyond, the connection is cut."""
+"""Streams that a peer may make us give up within half a keepalive interval, beside as many as were answered; beyond, the
+connection is cut (rapid reset, CVE-2023-44487)."""
+
+MAX_IDLE_FRAMES = 10_000
+"""Frames that carry nothing forward (pings, settings, empty data, priorities, unknown kinds), likewise."""
+
+MAX_LEFT = 1_024
+"""Streams that we ended before the peer did, of which late frames are expected."""
+
+CLOSE_S = 1.0
+"""How long a peer may take to read the last frames, and to answer the ping that goes before the end of a drained connection."""
 
 _HEADER = struct.Struct(">HBBBI")
-
-Headers = list[tuple[str, str]]
+_TABLE_BYTES = 4096
+_LAST_PING = b"goodbye."
 
 
 class ConnectionError_(Exception):  # noqa: N801  # ConnectionError is Python's own, of another meaning
     """The peer broke the protocol: the connection ends with this code."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+class StreamError(Exception):
+    """The peer broke the protocol on one stream, which ends with this code."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
@@ -88,6 +124,8 @@ class Http2State:
     accept: Acceptor
     limits: Http2Limits
     connections: set[Connection] = field(default_factory=set)
+    on_empty: Callable[[], None] | None = None
+    """Called when the last connection has gone."""
     draining: bool = False
     protocol_errors: int = 0
     unread: int = 0
@@ -97,7 +135,7 @@ class Http2State:
 class Stream:
     """One request and its answer."""
 
-    __slots__ = ("_connection", "_end_block", "_pending", "ended", "id", "receiver", "remote_ended", "unacked", "window")
+    __slots__ = ("_connection", "_end_block", "_pending", "ended", "id", "receiver", "remote_ended", "room", "unacked", "window")
 
     def __init__(self, connection: Connection, stream_id: int, window: int) -> None:
         self.id = stream_id
@@ -107,6 +145,8 @@ class Stream:
         self.ended = False
         """Our side is closed, or will be when what is pending has gone."""
         self.unacked = 0
+        self.room = RECEIVE_WINDOW
+        """Bytes that the peer may still send."""
         self._connection = connection
         self._pending = bytearray()
         self._end_block: bytes | None = None
@@ -114,7 +154,7 @@ class Stream:
     def send_headers(self, block: bytes) -> None:
         """Send a header block (HPACK)."""
         if not self.ended:
-            self._connection.write_frame(HEADERS, END_HEADERS, self.id, block)
+            self._connection.write_headers(0, self.id, block)
 
     def send(self, data: bytes) -> None:
         """Send part of the body as soon as the peer's windows allow."""
@@ -134,11 +174,18 @@ class Stream:
             connection.write(_HEADER.pack(size >> 8, size & 0xFF, DATA, 0, self.id) + data)
             return
         self._pending += data
+        connection.pending += size
         self.flush()
-        if len(self._pending) > PENDING_BYTES and self.receiver is not None:
-            self._pending.clear()
+        if self._pending and (len(self._pending) > PENDING_BYTES or connection.pending > CONNECTION_PENDING_BYTES):
+            self.drop_pending()
             connection.state.unread += 1
-            self.receiver.on_unread()
+            if self.receiver is not None:
+                self.receiver.on_unread()
+
+    def drop_pending(self) -> None:
+        """Forget what hasn't been sent."""
+        self._connection.pending -= len(self._pending)
+        self._pending.clear()
 
     def end(self, block: bytes) -> None:
         """Send the trailers after what is pending: our side is over."""
@@ -154,14 +201,16 @@ class Stream:
         while self._pending:
             size = min(len(self._pending), self.window, connection.window, connection.frame_bytes)
             if size <= 0 or connection.blocked:
-                connection.waiting[self.id] = self
+                if self.window > 0:  # otherwise its own window update brings it back
+                    connection.waiting[self.id] = self
                 return False
             self.window -= size
             connection.window -= size
+            connection.pending -= size
             connection.write_frame(DATA, 0, self.id, bytes(self._pending[:size]))
             del self._pending[:size]
         if self._end_block is not None:
-            connection.write_frame(HEADERS, END_HEADERS | END_STREAM, self.id, self._end_block)
+            connection.write_headers(END_STREAM, self.id, self._end_block)
             self._end_block = None
             connection.stream_ended(self)
         return True
@@ -171,6 +220,7 @@ class Stream:
         self.unacked += size
         if self.unacked > RECEIVE_WINDOW // 2 and not self.remote_ended:
             self._connection.write_frame(WINDOW_UPDATE, 0, self.id, self.unacked.to_bytes(4, "big"))
+            self.room += self.unacked
             self.unacked = 0
 
 
@@ -182,14 +232,20 @@ class Connection(asyncio.Protocol):
         self.window = DEFAULT_WINDOW
         self.frame_bytes = FRAME_BYTES
         self.blocked = False
-        """The transport's buffer is full."""
+        """The transport's buffer is full, or this turn's share of it."""
         self.waiting: dict[int, Stream] = {}
-        """Streams with something pending."""
+        """Streams with something pending that their own windows allow."""
+        self.pending = 0
+        """Bytes that wait on all streams."""
         self.streams: dict[int, Stream] = {}
         self.quiet_for = 0
         """Keepalive intervals without a byte from the peer."""
         self.resets = 0
+        self.idle_frames = 0
         self._out: list[bytes] = []
+        self._out_bytes = 0
+        self._paused = False
+        self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._buffer = b""
@@ -197,10 +253,17 @@ class Connection(asyncio.Protocol):
         self._peer_window = DEFAULT_WINDOW
         self._unacked = 0
         self._last_id = 0
+        self._settled = False
+        self._draining = False
         self._going = False
+        self._left: dict[int, None] = {}
+        """Streams that we ended before the peer did, oldest first."""
+        self._table_update = b""
+        """What the next header block begins with."""
         self._headers_of: tuple[int, int, bytearray] | None = None
         """(stream, flags, block so far) of a header block that goes on in CONTINUATIONs."""
-        self._blocks = HeaderBlocks(HEADER_BYTES)
+        self._continuations = 0
+        self._blocks = HeaderBlocks(HEADER_BLOCK_BYTES)
 
     # asyncio.Protocol
 
@@ -225,21 +288,25 @@ class Connection(asyncio.Protocol):
             self.cut()
 
     def pause_writing(self) -> None:
-        self.blocked = True
+        self.blocked = self._paused = True
 
     def resume_writing(self) -> None:
-        self.blocked = False
+        self.blocked = self._paused = False
         self._flush_waiting()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.state.connections.discard(self)
-        self.blocked = True
+        self.blocked = self._paused = True
         self._out.clear()
+        if self._timer is not None:
+            self._timer.cancel()
         streams = list(self.streams.values())
         self.streams.clear()
         self.waiting.clear()
         for stream in streams:
             self._gone(stream)
+        if not self.state.connections and self.state.on_empty is not None:
+            self.state.on_empty()
 
     # For streams and the server
 
@@ -248,33 +315,59 @@ class Connection(asyncio.Protocol):
         if not self._out:
             self._loop.call_soon(self._flush)
         self._out.append(data)
+        self._out_bytes += len(data)
+        if self._out_bytes > TURN_BYTES:
+            self.blocked = True
 
     def write_frame(self, kind: int, flags: int, stream_id: int, payload: bytes = b"") -> None:
         size = len(payload)
         self.write(_HEADER.pack(size >> 8, size & 0xFF, kind, flags, stream_id) + payload)
 
+    def write_headers(self, flags: int, stream_id: int, block: bytes) -> None:
+        """Write a header block, cut into frames that the peer takes."""
+        if self._table_update:
+            block, self._table_update = self._table_update + block, b""
+        most = self.frame_bytes
+        if len(block) <= most:
+            self.write_frame(HEADERS, flags | END_HEADERS, stream_id, block)
+            return
+        self.write_frame(HEADERS, flags, stream_id, block[:most])
+        for at in range(most, len(block), most):
+            last = at + most >= len(block)
+            self.write_frame(CONTINUATION, END_HEADERS if last else 0, stream_id, block[at : at + most])
+
     def stream_ended(self, stream: Stream) -> None:
         """Our side of a stream is closed; what the peer still sends is of no use."""
         self.waiting.pop(stream.id, None)
-        if self.streams.pop(stream.id, None) is not None and not stream.remote_ended:
-            self.write_frame(RST_STREAM, 0, stream.id, NO_ERROR.to_bytes(4, "big"))
+        if self.streams.pop(stream.id, None) is not None:
+            self.resets -= 1
+            if not stream.remote_ended:
+                self._reset(stream.id, NO_ERROR)
         if self._going and not self.streams:
             self._close()
 
     def drain(self) -> None:
-        """Take no new streams; close when the running ones have ended."""
-        if not self._going:
-            self._going = True
-            self._go_away(NO_ERROR, "")
-        if not self.streams:
+        """Announce the end; close when the running streams have ended.
+
+        In two steps (RFC 9113, 6.8), so that no stream is lost that the peer opens meanwhile: streams are taken until the peer
+        has answered a ping, hence has read the announcement.
+        """
+        if self._draining:
+            return
+        self._draining = True
+        if not self._greeted:
             self._close()
+            return
+        self._go_away(NO_ERROR, "", MAX_WINDOW)
+        self.write_frame(PING, 0, 0, _LAST_PING)
+        self._timer = self._loop.call_later(CLOSE_S, self._drained)
 
     def keep_alive(self) -> None:
-        """Called every keepalive interval: ask a silent peer, cut one that didn't answer."""
+        """Called twice every keepalive interval: ask a silent peer, cut one that didn't answer."""
         self.quiet_for += 1
-        self.resets = 0
+        self.resets = self.idle_frames = 0
         if self.quiet_for > 2:
-            self.cut()
+            self._abort()
         elif self.quiet_for == 2:
             self.write_frame(PING, 0, 0, b"rankway.")
 
@@ -310,6 +403,16 @@ class Connection(asyncio.Protocol):
     def _frame(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
         if self._headers_of is not None and kind != CONTINUATION:
             raise ConnectionError_(PROTOCOL_ERROR, "a header block was not finished")
+        if not self._settled:
+            if kind != SETTINGS:
+                raise ConnectionError_(PROTOCOL_ERROR, "settings come first")
+            self._settled = True
+        try:
+            self._dispatch(kind, flags, stream_id, payload)
+        except StreamError as error:
+            self._fail(stream_id, error.code)
+
+    def _dispatch(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
         if kind == DATA:
             self._on_data(flags, stream_id, payload)
         elif kind == HEADERS:
@@ -321,12 +424,23 @@ class Connection(asyncio.Protocol):
         elif kind == SETTINGS:
             self._on_settings(flags, stream_id, payload)
         elif kind == PING:
-            self._on_ping(flags, payload)
+            self._on_ping(flags, stream_id, payload)
         elif kind == CONTINUATION:
             self._on_continuation(flags, stream_id, payload)
         elif kind == PUSH_PROMISE:
             raise ConnectionError_(PROTOCOL_ERROR, "clients don't push")
-        # PRIORITY, GOAWAY and unknown kinds ask nothing of a server.
+        else:  # PRIORITY, GOAWAY and unknown kinds ask nothing of a server.
+            self._count_idle()
+
+    def _count_idle(self) -> None:
+        self.idle_frames += 1
+        if self.idle_frames > MAX_IDLE_FRAMES:
+            raise ConnectionError_(ENHANCE_YOUR_CALM, "frames that say nothing, in masses")
+
+    def _count_reset(self) -> None:
+        self.resets += 1
+        if self.resets > MAX_RESETS:
+            raise ConnectionError_(ENHANCE_YOUR_CALM, "streams that come to nothing, in masses")
 
     def _on_data(self, flags: int, stream_id: int, payload: bytes) -> None:
         size = len(payload)
@@ -335,32 +449,44 @@ class Connection(asyncio.Protocol):
             self.write_frame(WINDOW_UPDATE, 0, 0, self._unacked.to_bytes(4, "big"))
             self._unacked = 0
         stream = self.streams.get(stream_id)
-        if stream is None or stream.remote_ended:
-            if stream_id == 0 or stream_id > self._last_id:
-                raise ConnectionError_(PROTOCOL_ERROR, f"data on stream {stream_id}, which nobody has opened")
+        if stream is None:
+            self._check_opened(stream_id, "data")
+            self._count_idle()
             return  # it has ended on our side
-        if size > RECEIVE_WINDOW:
-            raise ConnectionError_(FLOW_CONTROL_ERROR, "more data than the window allows")
+        if stream.remote_ended:
+            raise StreamError(STREAM_CLOSED, "data after the end")
+        stream.room -= size
+        if stream.room < 0:
+            raise StreamError(FLOW_CONTROL_ERROR, "more data than the window allows")
+        data = unpadded(flags, payload)
+        if len(data) < size:
+            stream.consumed(size - len(data))
         end = bool(flags & END_STREAM)
+        if not data and not end:
+            self._count_idle()
         stream.remote_ended = end
         if stream.receiver is not None:
-            stream.receiver.on_data(_unpadded(flags, payload), end)
+            stream.receiver.on_data(data, end)
+
+    def _check_opened(self, stream_id: int, what: str) -> None:
+        if stream_id == 0 or stream_id > self._last_id or stream_id % 2 == 0:
+            raise ConnectionError_(PROTOCOL_ERROR, f"{what} on stream {stream_id}, which nobody has opened")
 
     def _on_headers(self, flags: int, stream_id: int, payload: bytes) -> None:
-        block = _unpadded(flags, payload)
-        if flags & HAS_PRIORITY:
-            block = block[5:]
+        block = header_fragment(flags, payload)
         if flags & END_HEADERS:
             self._open(stream_id, flags, block)
         else:
             self._headers_of = (stream_id, flags, bytearray(block))
+            self._continuations = 0
 
     def _on_continuation(self, flags: int, stream_id: int, payload: bytes) -> None:
         if self._headers_of is None or self._headers_of[0] != stream_id:
             raise ConnectionError_(PROTOCOL_ERROR, "a continuation of nothing")
         _, first_flags, block = self._headers_of
         block += payload
-        if len(block) > HEADER_BYTES:
+        self._continuations += 1
+        if len(block) > HEADER_BLOCK_BYTES or self._continuations > MAX_CONTINUATIONS:
             raise ConnectionError_(ENHANCE_YOUR_CALM, "a header block without end")
         if flags & END_HEADERS:
             self._headers_of = None
@@ -370,116 +496,212 @@ class Connection(asyncio.Protocol):
         try:
             # Every block must be decoded, also of streams that are refused: the decoder's table goes on from it.
             headers = self._blocks.decode(block)
-        except (hpack.HPACKError, UnicodeDecodeError) as error:
+        except hpack.HPACKError as error:
             raise ConnectionError_(COMPRESSION_ERROR, f"header block: {error}") from None
         known = self.streams.get(stream_id)
-        if known is not None:  # trailers of a request mean nothing in gRPC
-            known.remote_ended = True
-            if known.receiver is not None:
-                known.receiver.on_data(b"", True)
+        if known is not None:
+            self._on_trailers(known, flags)
             return
+        if stream_id in self._left:
+            return  # trailers that were under way when we ended the stream
         if stream_id % 2 == 0 or stream_id <= self._last_id:
             raise ConnectionError_(PROTOCOL_ERROR, f"stream {stream_id} after stream {self._last_id}")
         self._last_id = stream_id
         if self._going or len(self.streams) >= self.state.limits.concurrent_streams:
-            self.write_frame(RST_STREAM, 0, stream_id, REFUSED_STREAM.to_bytes(4, "big"))
+            self._reset(stream_id, REFUSED_STREAM)
+            self._count_reset()
             return
         stream = Stream(self, stream_id, self._peer_window)
         self.streams[stream_id] = stream
+        wrong = fault(headers)
+        if wrong:
+            raise StreamError(PROTOCOL_ERROR, wrong)
         stream.receiver = self.state.accept(stream, headers)
         if flags & END_STREAM:
             stream.remote_ended = True
             stream.receiver.on_data(b"", True)
 
+    def _on_trailers(self, stream: Stream, flags: int) -> None:
+        """Trailers of a request mean nothing in gRPC but its end."""
+        if stream.remote_ended:
+            raise StreamError(STREAM_CLOSED, "headers after the end")
+        if not flags & END_STREAM:
+            raise StreamError(PROTOCOL_ERROR, "headers between data")
+        stream.remote_ended = True
+        if stream.receiver is not None:
+            stream.receiver.on_data(b"", True)
+
     def _on_reset(self, stream_id: int, payload: bytes) -> None:
-        if len(payload) != 4 or stream_id == 0:
+        if len(payload) != 4:
             raise ConnectionError_(FRAME_SIZE_ERROR, "RST_STREAM")
+        self._check_opened(stream_id, "a reset")
         stream = self.streams.pop(stream_id, None)
         if stream is None:
+            self._count_idle()
             return
-        self.resets += 1
-        if self.resets > MAX_RESETS + len(self.streams):
-            raise ConnectionError_(ENHANCE_YOUR_CALM, "streams are opened and reset in masses")
-        self.waiting.pop(stream_id, None)
+        self._forget(stream)
+
+    def _fail(self, stream_id: int, code: int) -> None:
+        """End a stream on which the peer broke the protocol."""
+        self._reset(stream_id, code)
+        stream = self.streams.pop(stream_id, None)
+        if stream is not None:
+            self._forget(stream)
+
+    def _reset(self, stream_id: int, code: int) -> None:
+        self.write_frame(RST_STREAM, 0, stream_id, code.to_bytes(4, "big"))
+        self._left[stream_id] = None
+        if len(self._left) > MAX_LEFT:
+            del self._left[next(iter(self._left))]
+
+    def _forget(self, stream: Stream) -> None:
+        """A stream was reset: its receiver hears of it."""
+        self.waiting.pop(stream.id, None)
         self._gone(stream)
+        self._count_reset()
         if self._going and not self.streams:
             self._close()
 
     def _on_settings(self, flags: int, stream_id: int, payload: bytes) -> None:
-        if stream_id or len(payload) % 6 or (flags & ACK and payload):
+        if stream_id:
+            raise ConnectionError_(PROTOCOL_ERROR, "SETTINGS of a stream")
+        if len(payload) % 6 or (flags & ACK and payload):
             raise ConnectionError_(FRAME_SIZE_ERROR, "SETTINGS")
         if flags & ACK:
             return
+        self._count_idle()
         for key, value in struct.iter_unpack(">HI", payload):
-            if key == INITIAL_WINDOW_SIZE:
-                if value > MAX_WINDOW:
-                    raise ConnectionError_(FLOW_CONTROL_ERROR, f"a window of {value}")
-                for stream in self.streams.values():
-                    stream.window += value - self._peer_window
-                self._peer_window = value
-            elif key == MAX_FRAME_SIZE:
-                if not FRAME_BYTES <= value < 2**24:
-                    raise ConnectionError_(PROTOCOL_ERROR, f"a frame size of {value}")
-                self.frame_bytes = value
+            self._set(key, value)
         self.write_frame(SETTINGS, ACK, 0)
-        self._flush_waiting()
+        for stream in list(self.streams.values()):
+            stream.flush()
 
-    def _on_ping(self, flags: int, payload: bytes) -> None:
+    def _set(self, key: int, value: int) -> None:
+        if key == INITIAL_WINDOW_SIZE:
+            if value > MAX_WINDOW:
+                raise ConnectionError_(FLOW_CONTROL_ERROR, f"a window of {value}")
+            for stream in self.streams.values():
+                stream.window += value - self._peer_window
+                if stream.window > MAX_WINDOW:
+                    raise ConnectionError_(FLOW_CONTROL_ERROR, "a stream's window overflows")
+            self._peer_window = value
+        elif key == MAX_FRAME_SIZE:
+            if not FRAME_BYTES <= value < 2**24:
+                raise ConnectionError_(PROTOCOL_ERROR, f"a frame size of {value}")
+            self.frame_bytes = value
+        elif key == HEADER_TABLE_SIZE and value < _TABLE_BYTES:
+            # Our blocks use no table, but a decoder with a smaller one must be told so (RFC 7541, 4.2).
+            self._table_update = b"\x20"
+        elif key == ENABLE_PUSH and value > 1:
+            raise ConnectionError_(PROTOCOL_ERROR, f"ENABLE_PUSH={value}")
+
+    def _on_ping(self, flags: int, stream_id: int, payload: bytes) -> None:
+        if stream_id:
+            raise ConnectionError_(PROTOCOL_ERROR, "PING of a stream")
         if len(payload) != 8:
             raise ConnectionError_(FRAME_SIZE_ERROR, "PING")
         if not flags & ACK:
+            self._count_idle()
             self.write_frame(PING, ACK, 0, payload)
+        elif payload == _LAST_PING and self._draining:
+            self._drained()
 
     def _on_window_update(self, stream_id: int, payload: bytes) -> None:
         if len(payload) != 4:
             raise ConnectionError_(FRAME_SIZE_ERROR, "WINDOW_UPDATE")
         more = int.from_bytes(payload, "big") & MAX_WINDOW
+        if stream_id:
+            self._widen(stream_id, more)
+            return
         if more == 0:
             raise ConnectionError_(PROTOCOL_ERROR, "a window update of 0")
-        if stream_id:
-            stream = self.streams.get(stream_id)
-            if stream is not None:
-                stream.window += more
-                if stream.window > MAX_WINDOW:
-                    raise ConnectionError_(FLOW_CONTROL_ERROR, "a stream's window overflows")
-                if stream_id in self.waiting:
-                    self._flush_waiting()
-            return
         self.window += more
         if self.window > MAX_WINDOW:
             raise ConnectionError_(FLOW_CONTROL_ERROR, "the connection's window overflows")
         self._flush_waiting()
 
+    def _widen(self, stream_id: int, more: int) -> None:
+        stream = self.streams.get(stream_id)
+        if stream is None:
+            self._check_opened(stream_id, "a window update")
+            self._count_idle()
+            return
+        if more == 0:
+            raise StreamError(PROTOCOL_ERROR, "a window update of 0")
+        stream.window += more
+        if stream.window > MAX_WINDOW:
+            raise StreamError(FLOW_CONTROL_ERROR, "a stream's window overflows")
+        stream.flush()
+
     def _flush_waiting(self) -> None:
-        """Let every stream that waits send what it may: in turn, each a frame's worth at least."""
-        for stream_id, stream in list(self.waiting.items()):
-            if self.blocked or self.window <= 0:
-                return
+        """Let the streams that wait send what they may, in turn."""
+        while self.waiting and not self.blocked and self.window > 0:
+            stream_id, stream = next(iter(self.waiting.items()))
             del self.waiting[stream_id]
             stream.flush()
 
     def _gone(self, stream: Stream) -> None:
         stream.ended = True
+        stream.drop_pending()
         if stream.receiver is not None:
             stream.receiver.on_reset()
 
-    def _go_away(self, code: int, reason: str) -> None:
-        self.write_frame(GOAWAY, 0, 0, struct.pack(">II", self._last_id, code) + reason.encode())
+    def _go_away(self, code: int, reason: str, last_id: int | None = None) -> None:
+        last = self._last_id if last_id is None else last_id
+        self.write_frame(GOAWAY, 0, 0, struct.pack(">II", last, code) + reason.encode())
+
+    def _drained(self) -> None:
+        """The peer knows of the end: what it opens from now on it can send elsewhere."""
+        if self._going:
+            return
+        self._going = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._go_away(NO_ERROR, "")
+        if not self.streams:
+            self._close()
 
     def _flush(self) -> None:
-        if self._out and self._transport is not None and not self._transport.is_closing():
-            self._transport.write(b"".join(self._out))
+        transport = self._transport
+        if self._out and transport is not None and not transport.is_closing():
+            transport.write(b"".join(self._out))
+            if self._paused and transport.get_write_buffer_size() > UNSENT_BYTES + TURN_BYTES:
+                self.state.protocol_errors += 1
+                self._abort()
         self._out.clear()
+        self._out_bytes = 0
+        if self.blocked and not self._paused:
+            self.blocked = False
+            self._flush_waiting()
 
     def _close(self) -> None:
         self._flush()
         if self._transport is not None and not self._transport.is_closing():
+            if self._timer is not None:
+                self._timer.cancel()
+            # A peer that doesn't read would keep a closing socket for ever.
+            self._timer = self._loop.call_later(CLOSE_S, self._abort)
             self._transport.close()
 
+    def _abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
 
-def _unpadded(flags: int, payload: bytes) -> bytes:
+
+def unpadded(flags: int, payload: bytes) -> bytes:
+    """A payload without its padding. Raises ConnectionError_."""
     if not flags & PADDED:
         return payload
     if not payload or payload[0] >= len(payload):
         raise ConnectionError_(PROTOCOL_ERROR, "more padding than payload")
     return payload[1 : len(payload) - payload[0]]
+
+
+def header_fragment(flags: int, payload: bytes) -> bytes:
+    """What HEADERS carries of a header block. Raises ConnectionError_."""
+    block = unpadded(flags, payload)
+    if not flags & HAS_PRIORITY:
+        return block
+    if len(block) < 5:
+        raise ConnectionError_(FRAME_SIZE_ERROR, "HEADERS without the priority that it announces")
+    return block[5:]
