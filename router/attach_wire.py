@@ -28,10 +28,17 @@ _STREAM = 1
 _WINDOW = 16 * 2**20
 """Bytes that the server may send before it hears of their arrival, on the stream and on the connection."""
 _MAX_HEADER_BLOCK = 64 * 2**10
+_MAX_REASON = 500
 _CODES = {code.value[0]: code.name for code in grpc.StatusCode}
 
 KEEPALIVE_S = 10.0
 KEEPALIVE_TIMEOUT_S = 5.0
+
+CLOSE_S = 1.0
+"""How long a server may take to read the last frames; then the connection is cut."""
+
+MAX_WAITING_BYTES = 256 * 2**20
+"""What may wait for a server that gives no room; beyond, the call ends."""
 
 
 class CallFailed(Exception):
@@ -66,8 +73,12 @@ class BidiCall(asyncio.Protocol):
         self._initial_room = http2.DEFAULT_WINDOW
         self._frame_bytes = http2.FRAME_BYTES
         self._paused = False
+        self._waiting_bytes = 0
         self._unacknowledged = 0
+        self._heard = False
+        """Whether anything has come since the last ping."""
         self._keepalive: asyncio.TimerHandle | None = None
+        self._closing: asyncio.TimerHandle | None = None
 
     @classmethod
     async def open(cls, endpoint: str, path: str, on_message: Callable[[bytes], None]) -> BidiCall:
@@ -84,7 +95,10 @@ class BidiCall(asyncio.Protocol):
         """Send a message; never blocks. What the server has no room for is in `waiting`."""
         if not self.ended.done():
             self.waiting.append(memoryview(framed(message)))
+            self._waiting_bytes += len(message) + 5
             self._flush()
+            if self._waiting_bytes > MAX_WAITING_BYTES:
+                self.close(f"the server doesn't read: {self._waiting_bytes} bytes wait")
 
     def close(self, reason: str = "closed") -> None:
         """Cancel the call and close the connection; `on_message` is called no more."""
@@ -115,6 +129,8 @@ class BidiCall(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._end(f"connection lost: {error}" if error else "the server closed the connection")
+        if self._closing is not None:
+            self._closing.cancel()
 
     def pause_writing(self) -> None:
         self._paused = True
@@ -126,6 +142,7 @@ class BidiCall(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         buffer = self._buffer + data if self._buffer else data
         at, size = 0, len(buffer)
+        self._heard = True
         try:
             while size - at >= 9 and not self.ended.done():
                 high, low, kind, flags, stream_id = _FRAME.unpack_from(buffer, at)
@@ -137,17 +154,21 @@ class BidiCall(asyncio.Protocol):
                     break
                 at = end
                 self._on_frame(kind, flags, stream_id & 0x7FFF_FFFF, buffer[begin:end])
-        except (CallFailed, RankwayError, HPACKError, struct.error, IndexError) as error:
+        except (CallFailed, RankwayError, http2.ConnectionError_, HPACKError, struct.error) as error:
             self._end(f"broken protocol: {error}")
         self._buffer = buffer[at:]
 
     # Frames
 
     def _on_frame(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
+        if self._block is not None and kind != http2.CONTINUATION:
+            raise CallFailed("a header block was not finished")
+        if stream_id not in (0, _STREAM) or (stream_id == 0 and kind in (http2.DATA, http2.HEADERS, http2.RST_STREAM)):
+            raise CallFailed(f"a frame of kind {kind} on stream {stream_id}")
         if kind == http2.DATA:
             self._on_data(flags, payload)
         elif kind == http2.HEADERS:
-            self._block = bytearray(_unpadded_headers(flags, payload))
+            self._block = bytearray(http2.header_fragment(flags, payload))
             self._block_ends_stream = bool(flags & http2.END_STREAM)
             self._on_block(flags)
         elif kind == http2.CONTINUATION:
@@ -161,6 +182,8 @@ class BidiCall(asyncio.Protocol):
                 self._stream_room += more & 0x7FFF_FFFF
             else:
                 self._connection_room += more & 0x7FFF_FFFF
+            if max(self._stream_room, self._connection_room) > http2.MAX_WINDOW:
+                raise CallFailed("a window overflows")
             self._flush()
         elif kind == http2.SETTINGS and not flags & http2.ACK:
             self._on_settings(payload)
@@ -169,9 +192,10 @@ class BidiCall(asyncio.Protocol):
         elif kind == http2.RST_STREAM:
             self._end(f"the server reset the stream, HTTP/2 code {struct.unpack('>I', payload)[0]}")
         elif kind == http2.GOAWAY:
+            # With code 0 the server drains: what runs on this stream ends there, in its time.
             last, code = struct.unpack(">II", payload[:8])
             if code or last & 0x7FFF_FFFF < _STREAM:
-                reason = payload[8:].decode("utf-8", "replace")[:200]
+                reason = payload[8:].decode("utf-8", "replace")[:_MAX_REASON]
                 self._end(f"the server sent GOAWAY, HTTP/2 code {code} {reason}".rstrip())
 
     def _on_data(self, flags: int, payload: bytes) -> None:
@@ -181,9 +205,7 @@ class BidiCall(asyncio.Protocol):
             self._write_frame(http2.WINDOW_UPDATE, 0, 0, more)
             self._write_frame(http2.WINDOW_UPDATE, 0, _STREAM, more)
             self._unacknowledged = 0
-        if flags & http2.PADDED:
-            payload = payload[1 : len(payload) - payload[0]]
-        for message in self._messages.feed(payload):
+        for message in self._messages.feed(http2.unpadded(flags, payload)):
             self._on_message(message)
             if self.ended.done():
                 return
@@ -193,12 +215,15 @@ class BidiCall(asyncio.Protocol):
     def _on_block(self, flags: int) -> None:
         if not flags & http2.END_HEADERS or self._block is None:
             return
-        headers = {str(name): str(value) for name, value in self._headers.decode(bytes(self._block))}
+        pairs = self._headers.decode(bytes(self._block), raw=True)
+        headers = {str(name, "latin-1"): str(value, "latin-1") for name, value in pairs}
         self._block = None
+        if headers.get(":status", "").startswith("1"):
+            return  # an interim answer
         if "grpc-status" in headers:
             status = headers["grpc-status"]
-            name = _CODES.get(int(status), status) if status.isdigit() else status
-            message = urllib.parse.unquote(headers.get("grpc-message", ""))
+            name = _CODES.get(int(status), status) if status.isdecimal() else status
+            message = urllib.parse.unquote(headers.get("grpc-message", ""))[:_MAX_REASON]
             self._end("the stream has ended" if name == "OK" else f"{name}: {message}")
         elif self._block_ends_stream or headers.get(":status", "200") != "200":
             self._end(f"the server answered HTTP status {headers.get(':status')}")
@@ -207,24 +232,35 @@ class BidiCall(asyncio.Protocol):
         for at in range(0, len(payload), 6):
             name, value = _SETTING.unpack_from(payload, at)
             if name == http2.INITIAL_WINDOW_SIZE:
+                if value > http2.MAX_WINDOW:
+                    raise CallFailed(f"a window of {value}")
                 self._stream_room += value - self._initial_room
                 self._initial_room = value
             elif name == http2.MAX_FRAME_SIZE:
+                if value < http2.FRAME_BYTES:
+                    raise CallFailed(f"a frame size of {value}")
                 self._frame_bytes = min(value, 2**20)
         self._write_frame(http2.SETTINGS, http2.ACK, 0)
         self._flush()
 
     def _on_ping(self, flags: int, payload: bytes) -> None:
+        if len(payload) != 8:
+            raise CallFailed("a ping that is none")
         if not flags & http2.ACK:
             self._write_frame(http2.PING, http2.ACK, 0, payload)
             return
         self._set_keepalive(KEEPALIVE_S, self._ping)
 
     def _ping(self) -> None:
+        self._heard = False
         self._write_frame(http2.PING, 0, 0, b"rankway\0")
         self._set_keepalive(KEEPALIVE_TIMEOUT_S, self._no_pong)
 
     def _no_pong(self) -> None:
+        if self._heard:  # the answer may stand behind megabytes of something else
+            self._heard = False
+            self._set_keepalive(KEEPALIVE_TIMEOUT_S, self._no_pong)
+            return
         self._end(f"no answer to a ping within {KEEPALIVE_TIMEOUT_S:.0f} s")
 
     def _set_keepalive(self, after_s: float, then: Callable[[], None]) -> None:
@@ -244,6 +280,7 @@ class BidiCall(asyncio.Protocol):
             part = data[:room]
             self._connection_room -= len(part)
             self._stream_room -= len(part)
+            self._waiting_bytes -= len(part)
             self._write_frame(http2.DATA, 0, _STREAM, bytes(part))
             if len(part) == len(data):
                 waiting.popleft()
@@ -258,13 +295,10 @@ class BidiCall(asyncio.Protocol):
         if self._keepalive is not None:
             self._keepalive.cancel()
         self.waiting.clear()
+        self._waiting_bytes = 0
         if not self.ended.done():
             self.ended.set_result(reason)
-        self._transport.close()
-
-
-def _unpadded_headers(flags: int, payload: bytes) -> bytes:
-    begin, end = 0, len(payload)
-    if flags & http2.PADDED:
-        begin, end = 1, end - payload[0]
-    return payload[begin + 5 if flags & http2.HAS_PRIORITY else begin : end]
+        if not self._transport.is_closing():
+            # A server that doesn't read would keep a closing socket for ever.
+            self._closing = asyncio.get_running_loop().call_later(CLOSE_S, self._transport.abort)
+            self._transport.close()

@@ -25,7 +25,7 @@ RELAY_QUEUE = 64
 """Messages of a relayed call that may wait on their way in; a client that sends more is cut off."""
 
 HELD_BYTES = 512 * 2**20
-"""What a server may hold of request messages that aren't complete, of all calls together; beyond, the call that grows is refused."""
+"""What a server holds of request messages that aren't complete, of all calls together; beyond, the call that grows is refused."""
 
 _NOT_PASSED_ON = frozenset(("content-type", "te", "user-agent", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding"))
 

@@ -20,8 +20,8 @@ _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
 _UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 
 MESSAGE_BYTES = 2000
-"""Longest status message in UTF-8; what is beyond is cut off. It goes out up to three times as long, and once more in the details,
-and clients take 8 KB of trailers."""
+"""Longest status message in UTF-8; what is beyond is cut off. Percent-encoded it is up to three times as long, it comes once
+more in the details, and clients take 8 KB of trailers."""
 
 _CONTENT_TYPE = re.compile(r"application/grpc(\+proto)?\s*(;.*)?", re.IGNORECASE)
 

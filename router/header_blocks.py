@@ -26,7 +26,7 @@ class HeaderBlocks:
         if known is not None:
             return known
         pairs = self._decoder.decode(block, raw=True)
-        headers = [(str(name, "latin-1"), str(value, "latin-1")) for name, value in pairs]  # type: ignore[arg-type]
+        headers = [(str(name, "latin-1"), str(value, "latin-1")) for name, value in pairs]
         if block and min(block) > 0x80 and max(block) < 0xFF:
             if len(self._known) < MAX_KNOWN:
                 self._known[bytes(block)] = headers

@@ -232,6 +232,14 @@ async def test_flow_control() -> None:
         (frame(http2.WINDOW_UPDATE, b"x"), "broken protocol"),
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "broken protocol"),
         (frame(http2.HEADERS, b"", http2.PADDED, stream=1), "broken protocol"),
+        (frame(http2.DATA, b"\x09abc", http2.PADDED, stream=1), "more padding"),
+        (frame(http2.DATA, b"x", stream=3), "on stream 3"),
+        (frame(http2.HEADERS, b"\x88", stream=1) + frame(http2.PING, b"12345678"), "not finished"),
+        (frame(http2.SETTINGS, struct.pack(">HI", http2.MAX_FRAME_SIZE, 0)), "frame size"),
+        (frame(http2.SETTINGS, struct.pack(">HI", http2.INITIAL_WINDOW_SIZE, 2**31)), "window"),
+        (frame(http2.WINDOW_UPDATE, b"\x7f\xff\xff\xff"), "overflows"),
+        (frame(http2.PING, b"x"), "ping"),
+        (frame(http2.HEADERS, b"\x88\0\x0bgrpc-status\x02\xc2\xb2", http2.END_HEADERS | 1, stream=1), "\xb2"),
     ],
 )
 async def test_misbehaving_server(data: bytes, reason: str) -> None:
@@ -243,11 +251,131 @@ async def test_misbehaving_server(data: bytes, reason: str) -> None:
         assert reason in await asyncio.wait_for(call.ended, 5)
 
 
+async def test_an_interim_answer_is_passed_over() -> None:
+    """Headers of status 1xx come before the answer and end nothing."""
+    async with peer() as (endpoint, server):
+        got: list[bytes] = []
+        call = await BidiCall.open(endpoint, PATH, got.append)
+        await eventually(lambda: server.writers)
+        server.send(frame(http2.HEADERS, b"\x08\x03103", http2.END_HEADERS, stream=1))
+        server.send(frame(http2.HEADERS, b"\x88", http2.END_HEADERS, stream=1) + frame(http2.DATA, b"\0\0\0\0\1x", stream=1))
+        await eventually(lambda: got == [b"x"])
+        call.close()
+
+
+async def test_a_server_that_drains_ends_what_runs() -> None:
+    """GOAWAY of a grpcio server that stops with grace: messages go on both ways until it ends the call."""
+    finish = asyncio.Event()
+
+    async def talk(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        async for request in requests:
+            yield request
+            if request == b"last":
+                await finish.wait()
+                return
+
+    async with grpcio_server(talk) as (endpoint, server):
+        got: list[bytes] = []
+        call = await BidiCall.open(endpoint, PATH, got.append)
+        call.send(b"first")
+        await eventually(lambda: got == [b"first"])
+        stopping = asyncio.create_task(server.grpc.stop(5))
+        # The server has said GOAWAY once it takes no new connection's call.
+        await eventually(lambda: refused(endpoint))
+        call.send(b"last")
+        await eventually(lambda: got == [b"first", b"last"])
+        assert not call.ended.done()
+        finish.set()
+        assert await asyncio.wait_for(call.ended, 5) == "the stream has ended"
+        await stopping
+
+
+async def refused(endpoint: str) -> bool:
+    try:
+        other = await BidiCall.open(endpoint, PATH, lambda _: None)
+    except CallFailed:
+        return True
+    other.close()
+    return False
+
+
+async def test_the_same_address_serves_again() -> None:
+    """After a restart of the server a new call on the address works at once."""
+    async with grpcio_server(echo) as (endpoint, server):
+        first = await BidiCall.open(endpoint, PATH, lambda _: None)
+        await server.grpc.stop(0)
+        await asyncio.wait_for(first.ended, 5)
+        again = rpc.Server(["rankway.test.Echo"])
+        handler = grpc.stream_stream_rpc_method_handler(echo)  # type: ignore[arg-type]
+        again.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("rankway.test.Echo", {"Talk": handler}),))
+        await again.start(endpoint)
+        got: list[bytes] = []
+        second = await BidiCall.open(endpoint, PATH, got.append)
+        second.send(b"x")
+        await eventually(lambda: got == [b"x"])
+        second.close()
+        await again.stop(0)
+
+
+async def test_a_server_that_never_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits for a server is bounded in bytes, and its socket is closed although it takes nothing."""
+    monkeypatch.setattr(attach_wire, "MAX_WAITING_BYTES", 2**20)
+    monkeypatch.setattr(attach_wire, "CLOSE_S", 0.05)
+    reading, lost = asyncio.Event(), asyncio.Event()
+
+    class Watched(BidiCall):
+        def connection_lost(self, error: Exception | None) -> None:
+            super().connection_lost(error)
+            lost.set()
+
+    async def hang(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        yield b"here"
+        await reading.wait()
+
+    async with grpcio_server(hang) as (endpoint, _):
+        begun = asyncio.Event()
+        call = await Watched.open(endpoint, PATH, lambda _: begun.set())
+        await asyncio.wait_for(begun.wait(), 5)
+        for _ in range(200):
+            call.send(bytes(2**18))
+            await asyncio.sleep(0)
+            if call.ended.done():
+                break
+        assert "doesn't read" in await asyncio.wait_for(call.ended, 5)
+        assert not call.waiting
+        await asyncio.wait_for(lost.wait(), 5)
+        reading.set()
+
+
+async def test_steps_of_many_megabytes() -> None:
+    """A server that writes 60 MB as fast as it can is read whole, in order, while the client's pings are answered."""
+
+    async def pour(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        for number in range(12):
+            yield bytes([number]) * 5_000_000
+        async for request in requests:
+            yield request
+
+    async with grpcio_server(pour) as (endpoint, _):
+        got: list[tuple[int, int]] = []
+        call = await BidiCall.open(endpoint, PATH, lambda message: got.append((message[0], len(message))))
+        call.send(b"~")
+        await eventually(lambda: len(got) == 13, 20)
+        assert got == [*((number, 5_000_000) for number in range(12)), (ord("~"), 1)]
+        call.close()
+
+
 class _Nowhere(asyncio.Transport):
     def write(self, data: Any) -> None:
         pass
 
+    def is_closing(self) -> bool:
+        return False
+
     def close(self) -> None:
+        pass
+
+    def abort(self) -> None:
         pass
 
 
