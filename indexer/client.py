@@ -18,7 +18,9 @@ from rankway.v1 import indexer_pb2, indexer_pb2_grpc
 
 log = logs.get("follower")
 
-FIRST_MESSAGE_TIMEOUT_S = 5.0
+FIRST_MESSAGE_TIMEOUT_S = 2.0
+"""An indexer that takes the connection and does not begin its view, which costs it nothing, is left for the next one."""
+
 RETRY_MIN_S, RETRY_MAX_S = 0.05, 2.0
 """Pause before the next indexer is tried: doubles until a view was complete, with jitter."""
 

@@ -17,7 +17,7 @@ from harness.storm import World
 STORMS = int(os.environ.get("STORMS", "50"))
 STORM_SEED = int(os.environ.get("STORM_SEED", "1"))
 STORMS_PER_WORLD = 5
-WORLDS_AT_ONCE = 3
+WORLDS_AT_ONCE = 2
 """Storms mostly wait: worlds run side by side."""
 
 WORLDS = range(STORM_SEED, STORM_SEED + -(-STORMS // STORMS_PER_WORLD))
