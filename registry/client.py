@@ -187,7 +187,7 @@ class LeaseKeeper:
         """
         if self._lease is None and not self._left:
             raise RuntimeError("register first")
-        while self._lease is not None:
+        while not self._left and self._lease is not None:
             with contextlib.suppress(TimeoutError):
                 # Not wait_for: on Python 3.11 it loses a cancellation that comes together with the event.
                 async with asyncio.timeout(self._lease.ttl_s / 3):
@@ -218,8 +218,12 @@ class LeaseKeeper:
 
     async def _renew(self) -> None:
         try:
-            self._lease = await self._until_reached(lambda: self._client.keep_alive(self._record))
-            self.renewals += 1
+            lease = await self._until_reached(lambda: self._client.keep_alive(self._record))
+            if not self._left:  # an answer to a renewal that `deregister` overtook brings nothing back
+                self._lease = lease
+                self.renewals += 1
+        except Unavailable:
+            return
         except NotFound:
             if self._left:
                 return
@@ -235,6 +239,8 @@ class LeaseKeeper:
             try:
                 return await call()
             except Unavailable as error:
+                if self._left:  # nobody waits for the answer any more
+                    raise
                 log.warning("no registry can be reached", **_who(self._record), reason=error.message)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, RETRY_MAX_S)

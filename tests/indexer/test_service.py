@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import urllib.request
 from collections.abc import Callable
 from typing import Any
@@ -330,7 +331,10 @@ async def test_a_follower_that_is_too_slow_is_cut_off(start_indexer: Start, star
             await _read_to_the_end(call)
         assert cut.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "sleepy" in (cut.value.details() or "")
-    assert "rankway_indexer_followers_cut_off_total 1.0" in await _metrics(indexer)
+    cut_off = re.search(r"^rankway_indexer_followers_cut_off_total (\S+)$", await _metrics(indexer), re.MULTILINE)
+    # On a machine that is busy enough the good follower may be cut off too, and follow again.
+    assert cut_off is not None
+    assert float(cut_off[1]) >= 1
 
 
 async def _read_to_the_end(call: Any) -> None:
