@@ -103,6 +103,11 @@ class OwnBookings:
         self._batches.clear()
         return batches
 
+    def told_in_full(self) -> None:
+        """A full update has been made of the ledger: nothing booked so far is news, and its end has to be told."""
+        for batch in self._batches.values():
+            batch.booked.clear()
+
     def _batch(self, booking: Booking) -> Batch | None:
         if self._audience is None or not self._audience.listening:
             return None

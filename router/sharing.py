@@ -152,6 +152,7 @@ class Sharing:
             group = self.group_of(booking.slot) if booking.own else None
             if group is not None:
                 bookings[group][booking.booking_id] = booking
+        self.own.told_in_full()
         for group in self._groups():
             for update in self._updates(group, Batch(booked=bookings[group]), full=True):
                 await self._publish(group, update)

@@ -64,7 +64,9 @@ typedef struct {
 static inline uint64_t spread(const Table *t, uint64_t key, uint64_t tag)
 {
     unsigned __int128 product = (unsigned __int128)(key ^ tag * PRIME3 ^ t->secret[0]) * t->secret[1];
-    return (uint64_t)product ^ (uint64_t)(product >> 64);
+    // One multiplication leaves keys that follow each other clustered; the second, of its folded result, spreads those too.
+    uint64_t folded = ((uint64_t)product ^ (uint64_t)(product >> 64)) * PRIME2;
+    return folded ^ folded >> 32;
 }
 
 static inline uintptr_t *directory_entry(const Table *t, uint64_t place) { return &t->directory[place >> t->shift]; }

@@ -17,8 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankway.blocks import hash_chain, pack_tokens
-from rankway.router.bookings import OtherBookings
+from rankway.ranks import GlobalRank, Target
+from rankway.router.bookings import OtherBookings, OwnBookings
 from rankway.router.ledger import Ledger, RecentTerm
+from rankway.router.policy import Decision
+from rankway.router.targets import Place
 from rankway.v1 import events_pb2
 
 HASHES = hash_chain(pack_tokens(list(range(64))), 16, 1)
@@ -169,6 +172,29 @@ async def sharing(shared_nats: NatsServer, request: pytest.FixtureRequest) -> An
 
 def booked(router: TestRouter) -> int:
     return len(list(router.parts.ledger.bookings()))
+
+
+class Listeners:
+    """An audience that listens, of one DP group."""
+
+    listening = True
+
+    def group_of(self, slot: int) -> str:
+        return "g"
+
+    def notify(self) -> None: ...
+
+
+def test_what_a_full_update_told_is_released_for_the_others_too() -> None:
+    """A booking that a full update told before its batch went out is told again when it ends."""
+    ledger = a_ledger()
+    own = OwnBookings(ledger, "r1", Listeners())
+    place = Place(Target("w", GlobalRank(0)), 1)
+    decision = Decision(0, place, "w:1", 1.0, 0, 16, 64, HASHES)
+    booking = own.book(decision, 0.0, requests=1)
+    own.told_in_full()
+    own.release(booking)
+    assert own.take()["g"].released == [booking.booking_id]
 
 
 async def test_routers_learn_each_others_bookings(sharing: Any) -> None:
