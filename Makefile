@@ -68,9 +68,9 @@ run-cluster: $(RUN_VENV)/.installed $(if $(filter $(DEMO_MODEL),$(RUN_MODEL)),$(
 	  $(if $(HTTP_PORT),--http-port=$(HTTP_PORT)) $(if $(GRPC_PORT),--grpc-port=$(GRPC_PORT)) \
 	  $(if $(LOG_LEVEL),--log-level=$(LOG_LEVEL)) $(ARGS)
 
-# Two at a time, the tests of one file together; one that hangs ends its process, which the other outlives.
+# Two at a time, the tests of one file together; one that hangs ends its process, and the run with it.
 test: $(VENV)/.dev ## the default tests
-	$(BIN)/python -m pytest --ignore=tests/vllm -n 2 --dist loadfile --timeout-method thread $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --ignore=tests/vllm -n 2 --dist loadfile --max-worker-restart=0 --timeout-method thread $(PYTEST_ARGS)
 
 test-vllm: $(VLLM_VENV)/.installed $(DEMO_MODEL)/config.json ## the tests that need vLLM, on CPUs
 	DEMO_MODEL=$(abspath $(DEMO_MODEL)) $(VLLM_VENV)/bin/python -m pytest tests/vllm -m vllm -W default -p no:randomly $(PYTEST_ARGS)
