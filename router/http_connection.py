@@ -27,8 +27,8 @@ class Connection(asyncio.Protocol):
     """Parses requests and hands them over one at a time. The names without underscore are httptools' and asyncio's."""
 
     __slots__ = (
-        "_body", "_body_bytes", "_closing", "_current", "_fed_bytes", "_head_bytes", "_headers", "_in_body", "_last_request",
-        "_parser", "_paused", "_refusal", "_target", "_transport", "_waiting", "deadline", "state", "write",
+        "_body", "_body_bytes", "_closing", "_complete", "_current", "_fed_bytes", "_head_bytes", "_headers", "_in_body",
+        "_last_request", "_parser", "_paused", "_refusal", "_target", "_transport", "_waiting", "deadline", "state", "write",
     )  # fmt: skip
 
     def __init__(self, state: ServerState) -> None:
@@ -47,7 +47,8 @@ class Connection(asyncio.Protocol):
         self._refusal: tuple[int, str] | None = None
         self._in_body = False
         self._head_bytes = 0  # of the current head, as the parser told them; 0 outside of a head
-        self._fed_bytes = 0  # of the current head, beyond the data it began in
+        self._fed_bytes = 0  # of the current head; not those that came together with the end of another request
+        self._complete = 0  # requests that the parser has seen the end of
         self._body_bytes = 0
         self._target = b""
         self._headers: dict[bytes, bytes] = {}
@@ -78,7 +79,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._closing or self._last_request:
             return
-        head_before = self._headers if self._head_bytes else None
+        complete_before = self._complete
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -86,8 +87,8 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self.state.malformed += 1
             self._refusal = self._refusal or (400, f"malformed HTTP: {error}")
-        if self._head_bytes and head_before is self._headers:
-            # A header that never ends reaches no callback.
+        if self._head_bytes and complete_before == self._complete:
+            # All of the data was this head's. A header that never ends reaches no callback.
             self._fed_bytes += len(data)
             self._check_head_bytes(self._fed_bytes)
         if self._refusal is not None:
@@ -155,6 +156,7 @@ class Connection(asyncio.Protocol):
             self.deadline = self.state.now + self.state.limits.body_timeout_s
 
     def on_message_complete(self) -> None:
+        self._complete += 1
         self._in_body = False
         parser = self._parser
         if self._refusal is not None or self._closing or parser.should_upgrade():

@@ -151,6 +151,13 @@ async def test_head_limit(echo_house: House, head: bytes) -> None:
     assert (await echo_house.get("/health")).status == 200
 
 
+async def test_head_limit_in_one_piece(echo_house: House) -> None:
+    """A head beyond the limit is a 431 also when it comes all at once and nothing follows."""
+    client = await echo_house.connect()
+    await client.send(b"GET /health HTTP/1.1\r\nx-long: " + b"x" * 100_000)
+    assert (await client.answer()).status == 431
+
+
 @pytest.mark.parametrize(
     "data",
     [
