@@ -26,7 +26,7 @@ BUILT_FROM := pyproject.toml $(wildcard setup.py src/rankway/*.c src/rankway/*.h
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help dev protos lint test test-vllm bench bench-proxy bench-vllm soak run-cluster demo-model clean
+.PHONY: help dev protos lint test test-vllm bench bench-scale bench-events bench-worker bench-proxy bench-vllm soak run-cluster demo-model clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -81,6 +81,15 @@ soak: $(VENV)/.dev ## long runs: 10,000 requests with a fifth cancelled, storms
 
 bench: $(VENV)/.dev ## the core against Dynamo's; JSON=<file> writes the figures
 	$(BIN)/python bench/core.py $(if $(PEERS_DIR),--peer-python='$(PEERS_DIR)/dynamo/bin/python')
+
+bench-scale: $(VENV)/.dev ## the core at 1,024 ranks and 10 million blocks, on its own
+	$(BIN)/python bench/core_scale.py
+
+bench-events: $(VENV)/.dev ## from a worker's publish to a router's replica, through NATS; JSON=<file> writes the figures
+	$(BIN)/python bench/events.py
+
+bench-worker: $(VENV)/.dev ## what a worker costs a token, a request and a block
+	$(BIN)/python bench/worker.py
 
 bench-proxy: $(VENV)/.dev ## the router against other routers; JSON=<file> writes the figures, PEERS_DIR=<their venvs>
 	$(BIN)/python bench/proxy.py $(if $(PEERS_DIR),--peers-dir='$(PEERS_DIR)')
