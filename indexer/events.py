@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
+from rankway.index import Index
 from rankway.indexer.slots import RankKey
 from rankway.v1 import events_pb2
 
@@ -39,6 +40,16 @@ class KvBatch:
     events: tuple[KvEvent, ...]
     published_us: int
     payload: bytes = field(repr=False)
+
+    def apply_to(self, index: Index, slot: int) -> None:
+        """Do to the slot's blocks what happened in the rank's cache, in order."""
+        for kind, block_hashes in self.events:
+            if kind is Kind.STORED:
+                index.store(slot, block_hashes)
+            elif kind is Kind.REMOVED:
+                index.remove(slot, block_hashes)
+            else:
+                index.clear(slot)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rankway.index import Index
-from rankway.indexer.events import Kind, KvBatch, RankLoad
+from rankway.indexer.events import KvBatch, RankLoad
 from rankway.indexer.slots import RankKey
 
 
@@ -188,14 +188,7 @@ class Rank:
     # --- inside
 
     def _apply(self, batch: KvBatch, now: float) -> None:
-        index, slot = self.index, self.slot
-        for kind, block_hashes in batch.events:
-            if kind is Kind.STORED:
-                index.store(slot, block_hashes)
-            elif kind is Kind.REMOVED:
-                index.remove(slot, block_hashes)
-            else:
-                index.clear(slot)
+        batch.apply_to(self.index, self.slot)
         self.last_seq = batch.seq
         self.batch_at = now
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from rankway.index import Index
 from rankway.indexer.client import RankBlocks, RankGone, RankKnown, Update, ViewBegin, ViewReady
-from rankway.indexer.events import Kind, KvBatch, RankLoad
+from rankway.indexer.events import KvBatch, RankLoad
 from rankway.indexer.slots import RankKey
 from rankway.router.targets import Holder, Targets
 
@@ -132,14 +132,7 @@ class Replica:
         rank = self.ranks.get(batch.rank)
         if rank is None or not rank.known or batch.seq != rank.seq + 1:
             return self._mismatch(f"batch seq {batch.seq} of {batch.rank}, which is at {rank.seq if rank else 'nothing'}")
-        index, slot = self.index, rank.slot
-        for kind, block_hashes in batch.events:
-            if kind is Kind.STORED:
-                index.store(slot, block_hashes)
-            elif kind is Kind.REMOVED:
-                index.remove(slot, block_hashes)
-            else:
-                index.clear(slot)
+        batch.apply_to(self.index, rank.slot)
         rank.seq = batch.seq
         return ""
 

@@ -117,18 +117,9 @@ def addressed(made: Envoy) -> Any:
 
 @pytest.fixture
 async def channel(proxy: Envoy) -> AsyncIterator[grpc.aio.Channel]:
+    """In place of the cluster's own: the stubs of conftest talk through Envoy."""
     async with rpc.open_channel(proxy.endpoint) as channel:
         yield channel
-
-
-@pytest.fixture
-def generation(channel: grpc.aio.Channel) -> generate_pb2_grpc.GenerationAsyncStub:
-    return generate_pb2_grpc.GenerationStub(channel)
-
-
-@pytest.fixture
-def router(channel: grpc.aio.Channel) -> router_pb2_grpc.RouterAsyncStub:
-    return router_pb2_grpc.RouterStub(channel)
 
 
 async def test_many_streams_share_one_connection(proxy: Envoy, generation: generate_pb2_grpc.GenerationAsyncStub) -> None:
