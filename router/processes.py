@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from rankway import logs, service
-from rankway.launcher import bind_to_parent
+from rankway.processes import Process
 from rankway.router.service import run
 from rankway.router.settings import RouterSettings
 from rankway.settings import to_argv
@@ -70,24 +69,19 @@ async def _supervise(settings: RouterSettings, ready: service.Ready, stop: async
 
 
 class _Child:
-    """One router process. A thread waits for it: the event loop's own watcher may miss children that end at the same time."""
+    """One router process."""
 
     def __init__(self, argv: Sequence[str]) -> None:
         loop = asyncio.get_running_loop()
         self.answer: asyncio.Future[str] = loop.create_future()
         """What it says when it is ready; empty: it ended before."""
-        self.ended: asyncio.Future[int] = loop.create_future()
-        """Its exit code."""
         reader, writer = os.pipe()
-        self._process = subprocess.Popen(  # noqa: S603  # our own program with our own options
-            argv,
-            env={**os.environ, "RANKWAY_READY_FD": str(writer)},
-            pass_fds=(writer,),
-            # A group of their own: Ctrl-C on the terminal reaches the parent alone, which tells them once.
-            preexec_fn=bind_to_parent(os.getpid()),
-        )
-        os.close(writer)
-        threading.Thread(target=self._watch, args=(loop, reader), name="router process", daemon=True).start()
+        try:
+            self._process = Process(argv, pass_fds=(writer,), environ={"RANKWAY_READY_FD": str(writer)})
+        finally:
+            os.close(writer)
+        self.ended = self._process.ended
+        threading.Thread(target=self._listen, args=(loop, reader), name="router process", daemon=True).start()
 
     def terminate(self) -> None:
         self._process.terminate()
@@ -96,14 +90,11 @@ class _Child:
         if not self.ended.done():
             self._process.kill()
 
-    def _watch(self, loop: asyncio.AbstractEventLoop, reader: int) -> None:
+    def _listen(self, loop: asyncio.AbstractEventLoop, reader: int) -> None:
         with os.fdopen(reader) as pipe:
             line = pipe.readline().strip()
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             loop.call_soon_threadsafe(self.answer.set_result, line)
-        code = self._process.wait()
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(self.ended.set_result, code)
 
 
 def _argv(settings: RouterSettings, router_id: str, number: int) -> list[str]:

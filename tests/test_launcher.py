@@ -128,11 +128,10 @@ async def main():
     await child.wait()
 asyncio.run(main())
 """
-    launcher = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
-    assert launcher.stdout is not None
-    pid = int(await launcher.stdout.readline())
-    launcher.kill()
-    await launcher.wait()
+    with await asyncio.to_thread(subprocess.Popen, [sys.executable, "-c", code], stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout is not None
+        pid = int(await asyncio.to_thread(launcher.stdout.readline))
+        launcher.kill()
     await eventually(lambda: ended(pid))
 
 

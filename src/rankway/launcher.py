@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
 import queue
@@ -19,13 +18,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from rankway.loglines import LineFormat
+from rankway.processes import Process
 
 LAST_LINES = 10
 """How many log lines are kept of each child, for the message about its death."""
 
 _MAX_LINE_BYTES = 64 * 1024
 _QUEUED_LINES = 10_000
-_PR_SET_PDEATHSIG = 1
 
 
 class StartFailed(Exception):
@@ -91,7 +90,7 @@ class Child:
         self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self._log_ended = asyncio.Event()
         self._ready: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._process: asyncio.subprocess.Process
+        self._process: Process
 
     @classmethod
     async def start(
@@ -114,14 +113,11 @@ class Child:
         await loop.connect_read_pipe(lambda: _Lines(child._heard, child._log_ended.set), os.fdopen(log_read, "rb", 0))
         await loop.connect_read_pipe(lambda: _Lines(child._told, child._told_nothing), os.fdopen(ready_read, "rb", 0))
         try:
-            child._process = await asyncio.create_subprocess_exec(
-                *argv,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log_write,
-                stderr=log_write,
+            child._process = Process(
+                argv,
+                output=log_write,
                 pass_fds=(ready_write,),
-                env={**os.environ, **(environ or {}), "RANKWAY_READY_FD": str(ready_write)},
-                preexec_fn=bind_to_parent(os.getpid()),
+                environ={**(environ or {}), "RANKWAY_READY_FD": str(ready_write)},
             )
         except OSError as error:
             raise StartFailed(f"{name}: can't start {argv[0]}: {error}") from None
@@ -155,7 +151,7 @@ class Child:
         Returns:
             How it ended, in words, with its last log lines below.
         """
-        code = await self._process.wait()
+        code = await asyncio.shield(self._process.ended)
         self.kill()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._log_ended.wait(), 1.0)
@@ -165,20 +161,17 @@ class Child:
 
     async def stop(self, timeout_s: float) -> None:
         """SIGTERM, and SIGKILL if it hasn't ended after `timeout_s`. Idempotent."""
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGTERM)
-            try:
-                await asyncio.wait_for(self._process.wait(), timeout_s)
-            except TimeoutError:
+        if not self._process.ended.done():
+            self._process.terminate()
+            await asyncio.wait((self._process.ended,), timeout=timeout_s)
+            if not self._process.ended.done():
                 self._console.write(f"{self.name} did not end within {timeout_s:.0f} s of SIGTERM: killed")
                 self.kill()
         await self.wait()
 
     def kill(self) -> None:
         """SIGKILL to the process and to all that it started in its group. Harmless when there is none."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
 
     def _heard(self, line: bytes) -> None:
         text = line.decode(errors="replace")
@@ -215,17 +208,3 @@ class _Lines(asyncio.Protocol):
         if self._rest:
             self._on_line(self._rest)
         self._on_end()
-
-
-def bind_to_parent(parent: int) -> Callable[[], None]:
-    """What a child does between fork and exec: lead a process group, and die with its parent."""
-    prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
-
-    def bind() -> None:
-        os.setpgid(0, 0)
-        if prctl is not None:
-            prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent:  # it died before prctl
-                os._exit(1)
-
-    return bind

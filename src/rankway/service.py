@@ -7,6 +7,7 @@ gives. `ready` is called once, with the addresses it listens on, when it can ser
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -133,13 +134,20 @@ def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> tuple[st
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     server_class = type("MetricsServer", (ThreadingWSGIServer,), {"address_family": family})
     server: WSGIServer = make_server(host.strip("[]"), port, make_wsgi_app(registry), server_class, _QuietHandler)
-    # prometheus_client's own start-up polls for its end every 0.5 s: every service would stop that much later.
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="metrics", daemon=True)
+    stopping = threading.Event()
+
+    def serve() -> None:
+        # serve_forever looks for its end by the clock: an idle service would wake up 20 times a second to stop without delay.
+        while not stopping.is_set():
+            server.handle_request()
+
+    thread = threading.Thread(target=serve, name="metrics", daemon=True)
     thread.start()
 
     def close() -> None:
-        server.shutdown()
+        stopping.set()
+        with contextlib.suppress(OSError), socket.create_connection((host.strip("[]"), server.server_port), 1.0):
+            thread.join()
         server.server_close()
-        thread.join()
 
     return f"{host}:{server.server_port}", close

@@ -8,9 +8,7 @@ faults drawn from a seed, and so is the load. Timing is the machine's: a seed re
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
-import socket
 import time
 from array import array
 from collections import Counter
@@ -25,7 +23,7 @@ from harness.indexer import RunningReplica
 from harness.nats import NatsServer
 from harness.proxies import Faults, NatsProxy, TcpProxy
 from harness.registry import Replica as RunningRegistry
-from harness.waiting import eventually
+from harness.waiting import can_listen, eventually, free_port
 
 from rankway import rpc
 from rankway.blocks import unpack_hashes
@@ -53,15 +51,6 @@ KILL_TIMEOUT_S = 30.0
 
 Truth = Mapping[RankKey, set[int]]
 """What every rank of every live instance holds."""
-
-
-def _fixed_port(rng: random.Random) -> int:
-    """A port that nobody listens on and that no outgoing connection takes: one below the kernel's range for those."""
-    while True:
-        port = rng.randrange(10_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 _built: ContextVar[Callable[[Any], None]] = ContextVar("_built")
@@ -354,10 +343,9 @@ class World:
 
     def __init__(self, directory: Path, seed: int, *, routers: int = 2, workers: int = 2) -> None:
         self.rng = random.Random(seed)
-        ports = random.Random()
         self.nats = NatsServer(directory / "jetstream")
-        self.registry_ports = [_fixed_port(ports), _fixed_port(ports)]
-        self.indexer_ports = [_fixed_port(ports), _fixed_port(ports)]
+        self.registry_ports = [free_port(), free_port()]
+        self.indexer_ports = [free_port(), free_port()]
         self.registries: list[RunningRegistry | None] = [None, None]
         self.indexers: list[StormIndexer | None] = [None, None]
         self.routers: list[StormRouter] = []
@@ -372,7 +360,7 @@ class World:
         for number in (0, 1):
             await self._start_registry(number)
         for number in (0, 1):
-            self._start_indexer(number)
+            await self._start_indexer(number)
         self.workers = [StormWorker(self, number) for number in range(self._worker_count)]
         for worker in self.workers:
             await worker.open()
@@ -458,7 +446,7 @@ class World:
                 await worker.start()
         for number in (0, 1):
             if self.indexers[number] is None:
-                self._start_indexer(number)
+                await self._start_indexer(number)
             if self.registries[number] is None:
                 await self._start_registry(number)
         for worker in self.workers:
@@ -524,14 +512,18 @@ class World:
     # --- services
 
     async def _start_registry(self, number: int) -> None:
-        settings = RegistrySettings(
-            grpc_listen=f"127.0.0.1:{self.registry_ports[number]}", nats_url=self.nats.url, lease_ttl_s=LEASE_S
-        )
+        listen = await self._vacated(self.registry_ports[number])
+        settings = RegistrySettings(grpc_listen=listen, nats_url=self.nats.url, lease_ttl_s=LEASE_S)
         self.registries[number] = RunningRegistry(settings)
 
-    def _start_indexer(self, number: int) -> None:
+    async def _vacated(self, port: int) -> str:
+        """The address of a port that the one before, cancelled where it stood, has left."""
+        await eventually(lambda: can_listen(port))
+        return f"127.0.0.1:{port}"
+
+    async def _start_indexer(self, number: int) -> None:
         settings = IndexerSettings(
-            grpc_listen=f"127.0.0.1:{self.indexer_ports[number]}",
+            grpc_listen=await self._vacated(self.indexer_ports[number]),
             nats_url=self.nats.url,
             registry_endpoints=tuple(f"127.0.0.1:{port}" for port in self.registry_ports),
             dp_group="g",
@@ -583,7 +575,7 @@ class World:
         indexer = self.indexers[number]
         if indexer is not None:
             await indexer.kill()
-        self._start_indexer(number)
+        await self._start_indexer(number)
 
     async def indexer_down(self) -> None:
         number = self.rng.randrange(2)

@@ -4,18 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
+import random
 import socket
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+_given: set[int] = set()
+_second = os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0"
+
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on now."""
+    """A TCP port of the loopback interface that nobody listens on and nobody else will take: it stays free while a test's server
+    is down. Never the same twice; below the kernel's range for outgoing connections; even or odd, by the test run's process.
+    """
+    while True:
+        port = 2 * random.SystemRandom().randrange(5_000, 16_000) + _second
+        if port not in _given and can_listen(port):
+            _given.add(port)
+            return port
+
+
+def can_listen(port: int) -> bool:
+    """Whether a server could have a loopback port now."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: connections that have ended don't count
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
 
 
 def wait_for_port(port: int, timeout_s: float) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 import urllib.request
 from collections.abc import AsyncIterator, Mapping
@@ -181,11 +182,9 @@ async def test_several_processes_share_the_ports(world: World, two_workers: tupl
         await world.join(worker)
     settings = RouterSettings(**(world.settings | {"processes": 2, "router_id": "many", "log_level": "warning"}))
     reader, writer = os.pipe()
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "rankway.router",
-        *to_argv(settings),
+    process = await asyncio.to_thread(
+        subprocess.Popen,
+        [sys.executable, "-m", "rankway.router", *to_argv(settings)],
         env={**os.environ, "RANKWAY_READY_FD": str(writer)},
         pass_fds=(writer,),
     )
@@ -200,10 +199,10 @@ async def test_several_processes_share_the_ports(world: World, two_workers: tupl
                 messages = [m async for m in generate_pb2_grpc.GenerationStub(channel).Generate(a_request(), timeout=5)]
                 assert messages[-1].HasField("finished")
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 30) == 0
+        assert await asyncio.to_thread(process.wait, 30) == 0
     finally:
-        if process.returncode is None:
-            process.kill()
+        process.kill()
+        await asyncio.to_thread(process.wait)
 
 
 async def test_an_address_in_use_is_an_oserror(world: World) -> None:
