@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 PEERS = {
     "vllm-router": ("vllm-router==0.1.17", "vllm_router.launch_router", []),
@@ -48,8 +47,8 @@ class System:
     pid: int
 
     def cpu_s(self) -> float:
-        """CPU seconds of the process, all its threads and children included, from /proc/<pid>/stat."""
-        return sum(_stat_cpu_s(pid) for pid in _family(self.pid))
+        """CPU seconds of the process, all its threads and children included: the scheduler's own count, in nanoseconds."""
+        return sum(_cpu_s(pid) for pid in _family(self.pid))
 
 
 def free_port() -> int:
@@ -211,8 +210,10 @@ def _family(pid: int) -> list[int]:
     return pids
 
 
-def _stat_cpu_s(pid: int) -> float:
-    with contextlib.suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
-    return 0.0
+def _cpu_s(pid: int) -> float:
+    """Of the threads that run now: none of the proxies ends one while it is measured."""
+    run_ns = 0
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        with contextlib.suppress(OSError):
+            run_ns += int((task / "schedstat").read_text().split()[0])
+    return run_ns / 1e9

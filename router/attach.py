@@ -168,6 +168,8 @@ class Link:
             else:
                 worker_pb2.AttachResponse.FromString(message)
                 self._greeted()
+                if self._call is not None:
+                    self._call.short_way = steps.frame_dispatcher(self._receivers)
         except steps.MALFORMED:
             # Tokens may be lost with it: the requests have to move.
             if self._call is not None:

@@ -18,7 +18,7 @@ import hpack
 from hpack.exceptions import HPACKError
 
 from rankway.errors import RankwayError
-from rankway.router import http2
+from rankway.router import http2, steps
 from rankway.router.grpc_wire import MessageReader, framed
 from rankway.rpc import MAX_MESSAGE_BYTES
 
@@ -59,11 +59,15 @@ class BidiCall(asyncio.Protocol):
         """Why the call ended."""
         self.waiting: deque[memoryview] = deque()
         """Messages, or the rest of one, that the server gives no room for."""
+        self.short_way: Callable[[bytes], int] | None = None
+        """`steps.frame_dispatcher`: takes what is nothing but whole messages, in place of `on_message`."""
         self._path = path
         self._authority = authority
         self._on_message = on_message
         self._transport: asyncio.Transport
         self._buffer = b""
+        self._within = False
+        """Whether a frame, a header block or a message has begun and isn't complete."""
         self._messages = MessageReader(MAX_MESSAGE_BYTES)
         self._headers = hpack.Decoder(max_header_list_size=_MAX_HEADER_BLOCK)
         self._block: bytearray | None = None
@@ -140,9 +144,18 @@ class BidiCall(asyncio.Protocol):
         self._flush()
 
     def data_received(self, data: bytes) -> None:
+        self._heard = True
+        if self.short_way is not None and not self._within:
+            try:
+                taken = self.short_way(data)
+            except steps.MALFORMED as error:
+                self.close(f"a message is no AttachResponse: {error}")
+                return
+            if taken:
+                self._acknowledge(taken)
+                return
         buffer = self._buffer + data if self._buffer else data
         at, size = 0, len(buffer)
-        self._heard = True
         try:
             while size - at >= 9 and not self.ended.done():
                 high, low, kind, flags, stream_id = _FRAME.unpack_from(buffer, at)
@@ -157,6 +170,7 @@ class BidiCall(asyncio.Protocol):
         except (CallFailed, RankwayError, http2.ConnectionError_, HPACKError, struct.error) as error:
             self._end(f"broken protocol: {error}")
         self._buffer = buffer[at:]
+        self._within = bool(self._buffer) or self._block is not None or self._messages.held > 0
 
     # Frames
 
@@ -199,18 +213,22 @@ class BidiCall(asyncio.Protocol):
                 self._end(f"the server sent GOAWAY, HTTP/2 code {code} {reason}".rstrip())
 
     def _on_data(self, flags: int, payload: bytes) -> None:
-        self._unacknowledged += len(payload)
-        if self._unacknowledged > _WINDOW // 4:
-            more = struct.pack(">I", self._unacknowledged)
-            self._write_frame(http2.WINDOW_UPDATE, 0, 0, more)
-            self._write_frame(http2.WINDOW_UPDATE, 0, _STREAM, more)
-            self._unacknowledged = 0
+        self._acknowledge(len(payload))
         for message in self._messages.feed(http2.unpadded(flags, payload)):
             self._on_message(message)
             if self.ended.done():
                 return
         if flags & http2.END_STREAM:
             self._end("the server ended the stream without a status")
+
+    def _acknowledge(self, size: int) -> None:
+        """Give the server room again, now and then."""
+        self._unacknowledged += size
+        if self._unacknowledged > _WINDOW // 4:
+            more = struct.pack(">I", self._unacknowledged)
+            self._write_frame(http2.WINDOW_UPDATE, 0, 0, more)
+            self._write_frame(http2.WINDOW_UPDATE, 0, _STREAM, more)
+            self._unacknowledged = 0
 
     def _on_block(self, flags: int) -> None:
         if not flags & http2.END_HEADERS or self._block is None:
@@ -294,6 +312,7 @@ class BidiCall(asyncio.Protocol):
     def _end(self, reason: str) -> None:
         if self._keepalive is not None:
             self._keepalive.cancel()
+        self.short_way = None
         self.waiting.clear()
         self._waiting_bytes = 0
         if not self.ended.done():

@@ -273,7 +273,7 @@ class RouterDispatcher:
         self._schedule_pump()
 
     def sweep(self, now: float) -> None:
-        """What time does: bookings and set-aside marks expire, requests have waited too long. Call it every 100 ms or so."""
+        """What time does: bookings and set-aside marks expire, requests have waited too long. Call it every second or so."""
         for booking in self.ledger.expire(now):
             self._bookings.expired(booking)
         self.reservations.tidy()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 from typing import cast
 
 import httptools
@@ -15,6 +14,7 @@ import msgspec
 
 from rankway.router.http_error import error_body
 from rankway.router.http_exchange import STATUS_LINES, Exchange, ServerState
+from rankway.router.steps import Socket
 
 _LINGER_S = 3.0
 _NEVER = float("inf")
@@ -28,7 +28,7 @@ class Connection(asyncio.Protocol):
 
     __slots__ = (
         "_body", "_body_bytes", "_closing", "_complete", "_current", "_fed_bytes", "_head_bytes", "_headers", "_in_body",
-        "_last_request", "_parser", "_paused", "_refusal", "_target", "_transport", "_waiting", "deadline", "state", "write",
+        "_last_request", "_parser", "_paused", "_refusal", "_target", "_transport", "_waiting", "deadline", "socket", "state",
     )  # fmt: skip
 
     def __init__(self, state: ServerState) -> None:
@@ -37,8 +37,7 @@ class Connection(asyncio.Protocol):
         """Event loop time after which `expire` is called."""
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport
-        self.write: Callable[[bytes], None]
-        """The transport's own: no call of ours between an event and the socket."""
+        self.socket: Socket
         self._current: Exchange | None = None
         self._waiting: deque[Exchange] = deque()
         self._paused = False
@@ -58,7 +57,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        self.write = self._transport.write
+        self.socket = Socket.of(self._transport)
         state = self.state
         state.accepted += 1
         state.connections.add(self)

@@ -64,7 +64,7 @@ class Exchange:
 
     __slots__ = (
         "_connection", "body", "chunked", "done", "headers", "keep_alive", "method", "on_gone", "path", "query",
-        "started", "task", "write_raw",
+        "socket", "started", "task", "write_raw",
     )  # fmt: skip
 
     def __init__(
@@ -85,8 +85,9 @@ class Exchange:
         """Called once if the client leaves before the answer is complete; nothing may be written after that."""
         self.task: asyncio.Task[None] | None = None
         self._connection = connection
-        self.write_raw = connection.write
-        """Bytes to the socket as they are."""
+        self.socket = connection.socket
+        self.write_raw = connection.socket.write
+        """Bytes to the socket as they are; no call of ours in between."""
         self.chunked = not http10
         """Whether a stream is framed as chunks."""
 

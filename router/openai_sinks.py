@@ -80,7 +80,7 @@ class StreamedAnswer(_Answer):
         """How to write text without coming by here; None: not with log probabilities."""
         if self._logprobs:
             return None
-        return self._exchange.write_raw, *self._form.around_text(), self._exchange.chunked
+        return self._exchange.socket, *self._form.around_text(), self._exchange.chunked
 
     def delta(self, delta: worker_pb2.StepDelta) -> None:
         text = delta.text

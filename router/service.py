@@ -52,7 +52,9 @@ from rankway.v1 import worker_pb2, worker_pb2_grpc
 
 log = logs.get("router")
 
-SWEEP_S = 0.1
+SWEEP_S = 0.5
+"""Each wake-up of an idle processor costs more than what is done then."""
+
 START_S = 3.0
 STOP_GRACE_S = 1.0
 TOKENIZER_TIMEOUT_S = 30.0

@@ -39,6 +39,9 @@ ANSWER_PAUSE_S = 0.2
 ASK_PAUSE_S = 0.5
 """Most time until something that was missed is asked for."""
 
+LOOK_EVERY_S = 2.0
+"""How often groups that are new are looked for, once there is one."""
+
 MESSAGE_BYTES = bus.MAX_PAYLOAD_BYTES // 2
 """A batch is split into messages of about this size."""
 
@@ -142,9 +145,7 @@ class Sharing:
             await status.reconnected.wait()
             status.reconnected.clear()
             self._full_wanted.set()
-            # An answer to what was asked a moment ago may be lost, too.
-            self._missed = asyncio.Event()
-            await self._ask()
+            self._missed.set()  # and so may be an answer to what was asked a moment ago
 
     async def _publish_full(self) -> None:
         bookings: defaultdict[str, dict[str, Booking]] = defaultdict(dict)
@@ -168,6 +169,10 @@ class Sharing:
                 await self._publish(group, events_pb2.ActiveUpdate(want_full=True))
             asked = groups
             await asyncio.sleep(ASK_PAUSE_S * random.uniform(0.5, 1.0))
+            if groups:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_EVERY_S):
+                        await self._missed.wait()
 
     def _groups(self) -> set[str]:
         return {record.dp_group for record in self._fleet.records.values()}

@@ -7,10 +7,12 @@ message brings for a stream leaves in one write. Without it there are no pipes, 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from google.protobuf.message import DecodeError
 
@@ -30,8 +32,28 @@ COMPILED = _steps is not None
 MALFORMED = (DecodeError, ValueError)
 """What `dispatch` raises for a message that is no AttachResponse."""
 
-Events = tuple[Callable[[bytes], None], bytes, bytes, bool]
-"""How a client's side turns text into events: what writes them; an event's bytes before and after its JSON string; whether writes
+
+class Socket(NamedTuple):
+    """Where a connection's bytes go."""
+
+    write: Callable[[bytes], None]
+    closing: Callable[[], bool]
+    unwritten: Callable[[], int]
+    """Bytes that the transport holds because the socket hasn't taken them."""
+    fd: int
+    """-1: `write` is the only way."""
+
+    @classmethod
+    def of(cls, transport: asyncio.Transport) -> Socket:
+        """A plain transport's; behind one that encrypts there is no socket for plain bytes."""
+        socket = transport.get_extra_info("socket") if transport.get_extra_info("sslcontext") is None else None
+        return cls(
+            transport.write, transport.is_closing, transport.get_write_buffer_size, -1 if socket is None else socket.fileno()
+        )
+
+
+Events = tuple[Socket, bytes, bytes, bool]
+"""How a client's side turns text into events: where they go; an event's bytes before and after its JSON string; whether writes
 are framed as HTTP chunks."""
 
 
@@ -61,12 +83,21 @@ def dispatch(message: bytes, receivers: dict[int, Any]) -> None:
         DecodeError, ValueError (`MALFORMED`): it is none, or a part of it is none.
     """
     if COMPILED:
-        _steps.dispatch(message, receivers, worker_pb2.StepDelta.FromString)
+        _steps.dispatch(receivers, worker_pb2.StepDelta.FromString, message)
         return
     for delta in worker_pb2.AttachResponse.FromString(message).step.deltas:
         receiver = receivers.get(delta.stream)
         if receiver is not None:
             receiver.on_delta(delta)
+
+
+def frame_dispatcher(receivers: dict[int, Any]) -> Callable[[bytes], int] | None:
+    """`dispatch` for what a socket mostly gives: whole HTTP/2 DATA frames of stream 1 with a whole gRPC message each.
+
+    It takes bytes from the socket and returns how many of them were the frames' payload; 0: something else is there, too, and
+    nothing was done. It raises what `dispatch` does. None where the compiled part is missing.
+    """
+    return functools.partial(_steps.dispatch_frames, receivers, worker_pb2.StepDelta.FromString) if COMPILED else None
 
 
 def open_pipe(flight: Flight, events: Events) -> Pipe | None:

@@ -2,22 +2,29 @@
  *
  * The readable form and the oracle is the Python path (router/attach.py, request.py, openai_sinks.py): a message decoded by protobuf,
  * each delta handed to its receiver. Here a delta that only brings tokens and text for a receiver that is a Pipe takes a short cut:
- * its tokens and characters are counted, its text becomes an event, and what one message brings for a stream leaves in one write.
+ * its tokens and characters are counted, its text becomes an event, and what one message brings for a stream leaves in one write,
+ * straight to the socket while the transport has nothing of its own to write.
  * Every other delta (the first and the last of a stream, errors, log probabilities, several choices) goes to `on_delta` as ever.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdbool.h>
 #include <stdint.h>
-#include <stdio.h>
 #include <string.h>
 #include <structmember.h>
+#include <sys/socket.h>
 
 /* ---- A stream that takes the short cut. */
 
+#define HEAD_BYTES 18 /* room for a chunk's size and CR LF before the events … */
+#define TAIL_BYTES 2  /* … and for CR LF after them */
+
 typedef struct {
     PyObject_HEAD
-    PyObject *write;     /* called with bytes */
+    PyObject *write;     /* of the transport; called with bytes */
+    PyObject *closing;   /* … whether it takes nothing any more */
+    PyObject *unwritten; /* … and how many bytes it holds that the socket hasn't taken */
+    int fd;              /* the transport's socket; -1: `write` is the only way */
     PyObject *generated; /* bytearray: output tokens, packed */
     PyObject *before;    /* bytes of an event before its JSON string … */
     PyObject *after;     /* … and after it */
@@ -25,8 +32,8 @@ typedef struct {
     Py_ssize_t grow_at;  /* size of `generated` from which on_grow is called */
     char chunked;        /* whether writes are framed as HTTP chunks */
     char closed;
-    uint8_t *events; /* built, not yet written */
-    size_t size, room;
+    uint8_t *buffer; /* HEAD_BYTES, the events that are built and not yet written, TAIL_BYTES */
+    size_t size, room; /* of the events alone */
 } Pipe;
 
 static PyTypeObject PipeType;
@@ -39,12 +46,12 @@ static bool reserve(Pipe *pipe, size_t more)
     size_t room = pipe->room ? pipe->room : 1024;
     while (room - pipe->size < more)
         room *= 2;
-    uint8_t *events = PyMem_Realloc(pipe->events, room);
-    if (!events) {
+    uint8_t *buffer = PyMem_Realloc(pipe->buffer, HEAD_BYTES + room + TAIL_BYTES);
+    if (!buffer) {
         PyErr_NoMemory();
         return false;
     }
-    pipe->events = events;
+    pipe->buffer = buffer;
     pipe->room = room;
     return true;
 }
@@ -117,16 +124,44 @@ static int add_event(Pipe *pipe, const uint8_t *text, size_t length)
     size_t before = (size_t)PyBytes_GET_SIZE(pipe->before), after = (size_t)PyBytes_GET_SIZE(pipe->after);
     if (!reserve(pipe, before + after + 2 + 6 * length))
         return -1;
-    uint8_t *to = pipe->events + pipe->size;
+    uint8_t *to = pipe->buffer + HEAD_BYTES + pipe->size;
     memcpy(to, PyBytes_AS_STRING(pipe->before), before);
     Py_ssize_t chars = 0;
     to = json_string(to + before, text, length, &chars);
     if (!to)
         return 0;
     memcpy(to, PyBytes_AS_STRING(pipe->after), after);
-    pipe->size = (size_t)(to + after - pipe->events);
+    pipe->size = (size_t)(to + after - pipe->buffer) - HEAD_BYTES;
     pipe->chars += chars;
     return 1;
+}
+
+/* Frames the events as an HTTP chunk: its size in hex before them, CR LF after them. Returns the chunk's begin. */
+static uint8_t *frame_chunk(Pipe *pipe, size_t size)
+{
+    static const char hex[] = "0123456789abcdef";
+    uint8_t *events = pipe->buffer + HEAD_BYTES, *begin = events - 2;
+    memcpy(events + size, "\r\n", 2);
+    memcpy(begin, "\r\n", 2);
+    for (size_t left = size; left; left >>= 4)
+        *--begin = (uint8_t)hex[left & 15];
+    return begin;
+}
+
+/* Gives the socket what it takes at once; returns how much that was. 0 too where the transport has to be asked: it holds bytes
+ * that go first, it is closing (its descriptor may soon be another's), or the socket failed. -1: exception set. */
+static Py_ssize_t send_now(Pipe *pipe, const uint8_t *data, size_t size)
+{
+    if (pipe->fd < 0)
+        return 0;
+    PyObject *closing = PyObject_CallNoArgs(pipe->closing), *unwritten = closing ? PyObject_CallNoArgs(pipe->unwritten) : NULL;
+    bool free = closing == Py_False && unwritten && PyLong_AsSsize_t(unwritten) == 0;
+    Py_XDECREF(closing);
+    Py_XDECREF(unwritten);
+    if (PyErr_Occurred())
+        return -1;
+    ssize_t sent = free ? send(pipe->fd, data, size, MSG_DONTWAIT | MSG_NOSIGNAL) : 0;
+    return sent > 0 ? sent : 0;
 }
 
 /* Writes what has been built. */
@@ -136,17 +171,14 @@ static int flush(Pipe *pipe)
     pipe->size = 0;
     if (!size || pipe->closed)
         return 0;
-    char head[20] = "";
-    size_t head_size = pipe->chunked ? (size_t)snprintf(head, sizeof head, "%zx\r\n", size) : 0, tail_size = pipe->chunked ? 2 : 0;
-    PyObject *data = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(head_size + size + tail_size));
-    if (!data)
-        return -1;
-    char *to = PyBytes_AS_STRING(data);
-    memcpy(to, head, head_size);
-    memcpy(to + head_size, pipe->events, size);
-    memcpy(to + head_size + size, "\r\n", tail_size);
-    PyObject *result = PyObject_CallOneArg(pipe->write, data);
-    Py_DECREF(data);
+    uint8_t *begin = pipe->chunked ? frame_chunk(pipe, size) : pipe->buffer + HEAD_BYTES;
+    size_t whole = (size_t)(pipe->buffer + HEAD_BYTES + size - begin) + (pipe->chunked ? TAIL_BYTES : 0);
+    Py_ssize_t sent = send_now(pipe, begin, whole);
+    if (sent < 0 || (size_t)sent == whole)
+        return sent < 0 ? -1 : 0;
+    PyObject *data = PyBytes_FromStringAndSize((const char *)begin + sent, (Py_ssize_t)whole - sent);
+    PyObject *result = data ? PyObject_CallOneArg(pipe->write, data) : NULL;
+    Py_XDECREF(data);
     Py_XDECREF(result);
     return result ? 0 : -1;
 }
@@ -311,19 +343,15 @@ static int dispatch_all(Span message, PyObject *receivers, PyObject *decode, PyO
     return bad ? -1 : 0;
 }
 
-static PyObject *dispatch(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+/* Dispatches messages one after another and then writes what came of them. */
+static PyObject *dispatch_and_flush(const Span *messages, size_t count, PyObject *receivers, PyObject *decode)
 {
-    (void)self;
-    if (nargs != 3 || !PyBytes_Check(args[0]) || !PyDict_Check(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "dispatch(message: bytes, receivers: dict, decode: callable)");
-        return NULL;
-    }
-    Span message = {(const uint8_t *)PyBytes_AS_STRING(args[0]), NULL};
-    message.end = message.at + PyBytes_GET_SIZE(args[0]);
     PyObject *touched = PyList_New(0);
     if (!touched)
         return NULL;
-    int result = dispatch_all(message, args[1], args[2], touched);
+    int result = 0;
+    for (size_t i = 0; i < count && !result; i++)
+        result = dispatch_all(messages[i], receivers, decode, touched);
     PyObject *type = NULL, *error = NULL, *trace = NULL;
     PyErr_Fetch(&type, &error, &trace);
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(touched); i++)
@@ -334,18 +362,82 @@ static PyObject *dispatch(PyObject *self, PyObject *const *args, Py_ssize_t narg
     return result < 0 ? NULL : Py_NewRef(Py_None);
 }
 
+static bool take_arguments(PyObject *const *args, Py_ssize_t nargs, Span *data)
+{
+    if (nargs != 3 || !PyDict_Check(args[0]) || !PyBytes_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "(receivers: dict, decode: callable, data: bytes) are wanted");
+        return false;
+    }
+    data->at = (const uint8_t *)PyBytes_AS_STRING(args[2]);
+    data->end = data->at + PyBytes_GET_SIZE(args[2]);
+    return true;
+}
+
+static PyObject *dispatch(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    Span message;
+    return take_arguments(args, nargs, &message) ? dispatch_and_flush(&message, 1, args[0], args[1]) : NULL;
+}
+
+/* ---- Frames: what a socket mostly gives is one whole HTTP/2 DATA frame with one whole gRPC message. */
+
+#define FRAME_HEADER 9
+#define MESSAGE_HEADER 5
+#define MOST_FRAMES 16
+
+static uint32_t big_endian(const uint8_t *at, int bytes)
+{
+    uint32_t value = 0;
+    for (int i = 0; i < bytes; i++)
+        value = value << 8 | at[i];
+    return value;
+}
+
+/* The messages in `data` if it consists of plain DATA frames of stream 1 with one whole message each; 0: it doesn't. */
+static size_t whole_messages(Span data, Span *messages)
+{
+    static const uint8_t plain[6] = {0, 0, 0, 0, 0, 1}; /* kind, flags, stream */
+    size_t count = 0;
+    for (; data.at < data.end; count++) {
+        if (count == MOST_FRAMES || data.end - data.at < FRAME_HEADER + MESSAGE_HEADER || memcmp(data.at + 3, plain, 6))
+            return 0;
+        uint32_t size = big_endian(data.at, 3);
+        const uint8_t *message = data.at + FRAME_HEADER;
+        if (size > data.end - message || size < MESSAGE_HEADER || message[0] || big_endian(message + 1, 4) != size - MESSAGE_HEADER)
+            return 0;
+        data.at = message + size;
+        messages[count] = (Span){message + MESSAGE_HEADER, data.at};
+    }
+    return count;
+}
+
+static PyObject *dispatch_frames(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    Span data, messages[MOST_FRAMES];
+    if (!take_arguments(args, nargs, &data))
+        return NULL;
+    size_t count = whole_messages(data, messages);
+    PyObject *done = count ? dispatch_and_flush(messages, count, args[0], args[1]) : Py_NewRef(Py_None);
+    Py_XDECREF(done);
+    return done ? PyLong_FromSsize_t(count ? data.end - data.at - (Py_ssize_t)count * FRAME_HEADER : 0) : NULL;
+}
+
 /* ---- The type and the module. */
 
 static int pipe_init(PyObject *object, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"write", "before", "after", "chunked", "generated", "chars", "grow_at", NULL};
+    static char *names[] = {"socket", "before", "after", "chunked", "generated", "chars", "grow_at", NULL};
     Pipe *pipe = (Pipe *)object;
-    PyObject *write, *generated, *before, *after;
+    PyObject *write, *closing, *unwritten, *generated, *before, *after;
     int chunked;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OSSpYnn", names, &write, &before, &after, &chunked, &generated, &pipe->chars,
-                                     &pipe->grow_at))
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "(OOOi)SSpYnn", names, &write, &closing, &unwritten, &pipe->fd, &before, &after,
+                                     &chunked, &generated, &pipe->chars, &pipe->grow_at))
         return -1;
     Py_XSETREF(pipe->write, Py_NewRef(write));
+    Py_XSETREF(pipe->closing, Py_NewRef(closing));
+    Py_XSETREF(pipe->unwritten, Py_NewRef(unwritten));
     Py_XSETREF(pipe->generated, Py_NewRef(generated));
     Py_XSETREF(pipe->before, Py_NewRef(before));
     Py_XSETREF(pipe->after, Py_NewRef(after));
@@ -357,6 +449,8 @@ static int pipe_traverse(PyObject *object, visitproc visit, void *arg)
 {
     Pipe *pipe = (Pipe *)object;
     Py_VISIT(pipe->write);
+    Py_VISIT(pipe->closing);
+    Py_VISIT(pipe->unwritten);
     Py_VISIT(pipe->generated);
     return 0;
 }
@@ -366,6 +460,8 @@ static int pipe_clear(PyObject *object)
     Pipe *pipe = (Pipe *)object;
     pipe->closed = 1; /* without its parts it takes nothing */
     Py_CLEAR(pipe->write);
+    Py_CLEAR(pipe->closing);
+    Py_CLEAR(pipe->unwritten);
     Py_CLEAR(pipe->generated);
     return 0;
 }
@@ -377,7 +473,7 @@ static void pipe_dealloc(PyObject *object)
     pipe_clear(object);
     Py_XDECREF(pipe->before);
     Py_XDECREF(pipe->after);
-    PyMem_Free(pipe->events);
+    PyMem_Free(pipe->buffer);
     Py_TYPE(object)->tp_free(object);
 }
 
@@ -404,6 +500,8 @@ static PyTypeObject PipeType = {
 
 static PyMethodDef functions[] = {
     {"dispatch", (PyCFunction)(void (*)(void))dispatch, METH_FASTCALL, "Hand the deltas of an AttachResponse to their receivers."},
+    {"dispatch_frames", (PyCFunction)(void (*)(void))dispatch_frames, METH_FASTCALL,
+     "The same for each of some plain DATA frames; returns their bytes without headers, 0 if there is anything else and nothing was done."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -7,7 +7,7 @@ class Pipe:
     closed: bool
     def __init__(
         self,
-        write: Callable[[bytes], None],
+        socket: tuple[Callable[[bytes], None], Callable[[], bool], Callable[[], int], int],
         before: bytes,
         after: bytes,
         chunked: bool,
@@ -16,4 +16,5 @@ class Pipe:
         grow_at: int,
     ) -> None: ...
 
-def dispatch(message: bytes, receivers: dict[int, Any], decode: Callable[[bytes], Any]) -> None: ...
+def dispatch(receivers: dict[int, Any], decode: Callable[[bytes], Any], message: bytes) -> None: ...
+def dispatch_frames(receivers: dict[int, Any], decode: Callable[[bytes], Any], data: bytes) -> int: ...

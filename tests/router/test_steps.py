@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import random
+import socket
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rankway.router import steps
+from rankway.router.attach_wire import BidiCall
 from rankway.router.http_exchange import Exchange
 from rankway.router.openai_form import ChatForm, CompletionForm
 from rankway.router.openai_sinks import StreamedAnswer
@@ -32,6 +36,7 @@ class FakeConnection:
     def __init__(self) -> None:
         self.data = b""
         self.writes = 0
+        self.socket = steps.Socket(self.write, lambda: False, lambda: 0, -1)
 
     def write(self, data: bytes) -> None:
         self.data += data
@@ -191,6 +196,111 @@ def test_garbage_is_refused(data: bytes) -> None:
         steps.dispatch(data, client.receivers)
     except steps.MALFORMED:
         return
+
+
+class Heard:
+    """A receiver that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def on_delta(self, delta: worker_pb2.StepDelta) -> None:
+        self.texts.append(delta.text)
+
+
+def frame(kind: int, payload: bytes, flags: int = 0) -> bytes:
+    return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + (1).to_bytes(4, "big") + payload
+
+
+@st.composite
+def framed_messages(draw: st.DrawFn) -> tuple[list[str], list[bytes]]:
+    """Texts, and what brings them: messages in one frame or two, window updates and padding between them, cut anywhere."""
+    texts, data = draw(st.lists(st.text("ab", min_size=1, max_size=3), max_size=8)), b""
+    for text in texts:
+        body = _message(text)
+        message = b"\0" + len(body).to_bytes(4, "big") + body
+        cut = draw(st.just(len(message)) | st.integers(0, len(message)))
+        parts = [message[:cut], message[cut:]] if cut < len(message) else [message]
+        for part in parts:
+            data += frame(0, part) + draw(st.sampled_from([b"", b"", frame(8, b"\0\0\1\0"), frame(0, b"\2\0\0", 8)]))
+    ends = sorted(draw(st.lists(st.integers(0, len(data)), max_size=6)))
+    return texts, [data[begin:end] for begin, end in zip([0, *ends], [*ends, len(data)], strict=True)]
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(framed_messages())
+def test_frames_come_whole_however_they_are_cut(given: tuple[list[str], list[bytes]]) -> None:
+    """A socket may cut the stream anywhere, other frames may stand between: each message is dispatched once, in order."""
+    texts, reads = given
+    heard = Heard()
+
+    async def receive() -> None:
+        receivers = {5: heard}
+        call = BidiCall("/x", "x", lambda message: steps.dispatch(message, receivers))
+        call._transport = FakeTransport()  # type: ignore[assignment]
+        call.short_way = steps.frame_dispatcher(receivers)
+        for data in reads:
+            if data:
+                call.data_received(data)
+        assert not call.ended.done()
+
+    asyncio.run(receive())
+    assert heard.texts == texts
+
+
+async def test_a_socket_that_is_full_gets_the_rest_later() -> None:
+    """What the socket doesn't take at once goes the transport's way, and nothing overtakes it."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=ours)
+    generated = bytearray()
+    pipe = steps._steps.Pipe(steps.Socket.of(transport), b"<", b">", False, generated, 0, 2**40)
+    texts = ["".join(random.Random(number).choices("abc", k=300)) for number in range(400)]
+
+    def read() -> bytes:
+        data = b""
+        while not data.endswith(b"END"):
+            data += theirs.recv(50_000)
+        return data
+
+    for text in texts[:300]:
+        steps.dispatch(_message(text), {5: pipe})
+    assert transport.get_write_buffer_size() > 0
+    reading = asyncio.create_task(asyncio.to_thread(read))
+    for text in texts[300:]:
+        steps.dispatch(_message(text), {5: pipe})
+        await asyncio.sleep(0)
+    transport.write(b"END")
+    received = await asyncio.wait_for(reading, 10)
+    assert received == "".join(f'<"{text}">' for text in texts).encode() + b"END"
+    assert len(generated) == 4 * len(texts)
+    transport.close()
+    theirs.close()
+
+
+async def test_a_closing_transport_gets_nothing_through_its_socket() -> None:
+    """Once a transport closes, its descriptor may become another connection's: no byte goes there by itself."""
+    ours, theirs = socket.socketpair()
+    transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=ours)
+    pipe = steps._steps.Pipe(steps.Socket.of(transport), b"<", b">", False, bytearray(), 0, 2**40)
+    transport.abort()
+    steps.dispatch(_message("lost"), {5: pipe})
+    theirs.settimeout(5)
+    assert await asyncio.to_thread(theirs.recv, 100) == b""
+    theirs.close()
+
+
+def _message(text: str) -> bytes:
+    delta = worker_pb2.StepDelta(stream=5, tokens=b"abcd", text=text)
+    return worker_pb2.AttachResponse(step=worker_pb2.Step(deltas=[delta])).SerializeToString()
+
+
+class FakeTransport:
+    """Takes everything."""
+
+    def write(self, data: bytes) -> None:
+        pass
 
 
 def test_text_that_is_no_utf8() -> None:
