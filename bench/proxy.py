@@ -2,8 +2,8 @@
 
 Behind every proxy stand two trivially fast engines that step like real ones: ours speak Attach, the peers' OpenAI's HTTP. CPU is
 read from /proc/<pid>/task/*/schedstat of the proxy process, so it is the proxy's alone. `theirs` is the fastest of the peers in
-this run, over both of their policies. JSON=<file> writes the table as a list of {"name", "ours", "theirs", "unit", "ratio", "reach",
-"holds"}: ratio = ours / theirs, `reach` is what it may be at most (null: shown for information).
+this run, over both of their policies. JSON=<file> writes the table as a list of {"name", "ours", "theirs", "unit", "ratio",
+"reach", "holds"}: ratio = ours / theirs, `reach` is what it may be at most (null: shown for information).
 
     python bench/proxy.py [--peers-dir .venv-peers] [--only http|grpc] [--seconds 3] [--rounds 3]
 """
