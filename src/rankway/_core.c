@@ -492,14 +492,15 @@ static int64_t work_acquire(Blocks *self, uint32_t slot, const byte *hashes, siz
         return -1;
     for (size_t i = 0; i < count; i++) {
         uint64_t key = load64(hashes + 8 * i);
-        Spot spot = table_find(table_home(&self->counts, key, id), key, id, TAG_MASK);
+        Bucket *home = table_home(&self->counts, key, id);
+        Spot spot = table_find(home, key, id, TAG_MASK);
         if (spot.found) {
             spot.bucket->word[spot.entry] += ONE_USER;
             continue;
         }
         if (hold(h, id, table_home(&h->table, key, 0), key) == FAILED)
             return -1;
-        if (!table_insert(&self->counts, spot, key, id | ONE_USER)) {
+        if (!table_insert(&self->counts, home, spot, key, id | ONE_USER)) {
             let_go(h, id, table_home(&h->table, key, 0), key);
             return -1;
         }

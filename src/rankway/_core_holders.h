@@ -235,7 +235,7 @@ static inline enum change hold(Holders *h, uint32_t id, Bucket *home, uint64_t k
 {
     Spot spot = table_find(home, key, 0, 0);
     if (!spot.found) {
-        if (!table_insert(&h->table, spot, key, inline_word(&id, 1)))
+        if (!table_insert(&h->table, home, spot, key, inline_word(&id, 1)))
             return FAILED;
     } else {
         uint64_t *word = &spot.bucket->word[spot.entry];

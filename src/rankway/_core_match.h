@@ -185,15 +185,35 @@ static inline bool match_feed(Match *m, uint64_t word)
     return true;
 }
 
-/* Whether a block's holders include all of a mask in one chunk; true only where that is seen at once: a row of one chunk whose
- * mask follows the first eight bytes. `header` is those bytes without `room`, which is 1 or 2. */
-static inline bool row_covers(uint64_t word, uint64_t header, uint64_t mask)
+/* How many of the words, from the first on, are rows of one chunk that include all of a mask: seen at once, since the mask follows
+ * the first eight bytes of such a row. `header` is those bytes without `room`, which is 1 or 2. */
+typedef size_t Covered(const uint64_t *word, size_t count, uint64_t header, uint64_t mask);
+
+static size_t covered_plain(const uint64_t *word, size_t count, uint64_t header, uint64_t mask)
 {
-    if (!is_row(word))
-        return false;
-    const byte *row = (const byte *)row_of(word);
-    return (load64(row) & ROW_HEADER) == header && !(mask & ~load64(row + 8));
+    size_t i = 0;
+    for (; i < count && is_row(word[i]); i++) {
+        const byte *row = (const byte *)row_of(word[i]);
+        if ((load64(row) & ROW_HEADER) != header || mask & ~load64(row + 8))
+            break;
+    }
+    return i;
 }
+
+#ifdef __x86_64__
+static __attribute__((target("avx2"))) size_t covered_avx2(const uint64_t *word, size_t count, uint64_t header, uint64_t mask)
+{
+    __m128i wrong = _mm_set_epi64x(-1, (long long)header), matters = _mm_set_epi64x((long long)mask, (long long)ROW_HEADER);
+    size_t i = 0;
+#pragma GCC unroll 4
+    for (; i < count; i++)
+        if (!is_row(word[i]) || !_mm_testz_si128(_mm_xor_si128(_mm_loadu_si128((const __m128i *)row_of(word[i])), wrong), matters))
+            break;
+    return i;
+}
+#endif
+
+static Covered *covered = covered_plain;
 
 /* Feeds a group of blocks. Mostly nobody leaves, so that is a loop of its own. */
 static inline bool match_feed_all(Match *m, const uint64_t *word, size_t count)
@@ -204,9 +224,7 @@ static inline bool match_feed_all(Match *m, const uint64_t *word, size_t count)
             for (uint64_t same = m->word; i < count && word[i] == same;)
                 i++;
         } else if (m->chunks == 1) {
-            uint64_t header = 1 | (uint64_t)m->chunk[0] << 32, mask = m->mask[0];
-            while (i < count && row_covers(word[i], header, mask))
-                i++;
+            i += covered(word + i, count - i, 1 | (uint64_t)m->chunk[0] << 32, m->mask[0]);
         }
         m->depth += (uint32_t)(i - first);
         if (i < count && !match_feed(m, word[i++]))
@@ -220,13 +238,15 @@ static inline bool match_feed_all(Match *m, const uint64_t *word, size_t count)
 static inline __attribute__((always_inline)) size_t look_up_by(BucketWord *by, Bucket *const *home, const byte *hashes,
                                                                size_t count, bool wide_rows, uint64_t *word)
 {
+#pragma GCC unroll 4
     for (size_t i = 0; i < count; i++) {
-        word[i] = table_word_by(by, home[i], load64(hashes + 8 * i));
-        if (!word[i])
+        uint64_t key = load64(hashes + 8 * i), found = by(home[i], key);
+        if (__builtin_expect(!found, 0) && !(found = table_word(home[i], key)))
             return i;
-        if (!is_row(word[i]))
+        word[i] = found;
+        if (!is_row(found))
             continue;
-        const byte *row = (const byte *)row_of(word[i]);
+        const byte *row = (const byte *)row_of(found);
         __builtin_prefetch(row);
         if (wide_rows) {
             __builtin_prefetch(row + 64);
@@ -257,8 +277,10 @@ static __attribute__((target("avx2"))) size_t look_up_avx2(Bucket *const *home, 
 static void choose_instructions(void)
 {
 #ifdef __x86_64__
-    if (__builtin_cpu_supports("avx2"))
+    if (__builtin_cpu_supports("avx2")) {
         look_up = look_up_avx2;
+        covered = covered_avx2;
+    }
 #endif
 }
 
@@ -266,6 +288,7 @@ static void choose_instructions(void)
 static inline void match_fetch(const Match *m, const byte *hashes, size_t count, Bucket **home)
 {
     const Table table = m->holders->table; /* a copy that no store can change: its fields stay in registers */
+#pragma GCC unroll 4
     for (size_t i = 0; i < count; i++)
         __builtin_prefetch(home[i] = table_home(&table, load64(hashes + 8 * i), 0));
 }

@@ -66,7 +66,7 @@ static inline uint64_t spread(const Table *t, uint64_t key, uint64_t tag)
     unsigned __int128 product = (unsigned __int128)(key ^ tag * PRIME3 ^ t->secret[0]) * t->secret[1];
     // One multiplication leaves keys that follow each other clustered; the second, of its folded result, spreads those too.
     uint64_t folded = ((uint64_t)product ^ (uint64_t)(product >> 64)) * PRIME2;
-    return folded ^ folded >> 32;
+    return folded;
 }
 
 static inline uintptr_t *directory_entry(const Table *t, uint64_t place) { return &t->directory[place >> t->shift]; }
@@ -119,15 +119,13 @@ static inline __attribute__((target("avx2"))) uint64_t bucket_word_avx2(const Bu
 typedef uint64_t BucketWord(const Bucket *, uint64_t key);
 
 /* The word of an untagged key, 0 if it isn't there. */
-static inline __attribute__((always_inline)) uint64_t table_word_by(BucketWord *bucket_word, Bucket *home, uint64_t key)
+static uint64_t table_word(Bucket *home, uint64_t key)
 {
     uint64_t word = bucket_word(home, key);
     for (unsigned step = 1; !word && step < MAX_PROBE && bucket_after(home, step - 1)->word[BUCKET_ENTRIES - 1]; step++)
         word = bucket_word(bucket_after(home, step), key);
     return word;
 }
-
-static inline uint64_t table_word(Bucket *home, uint64_t key) { return table_word_by(bucket_word, home, key); }
 
 /* Lane i's bit if it has the key and the tag. */
 #define LANE_BIT(b, i, sought) (unsigned)(((b)->key[i] == (sought)) & (((b)->word[i] & tag_mask) == tag)) << i
@@ -389,11 +387,26 @@ static bool table_split(Table *t, uint64_t place)
     return true;
 }
 
+/* Puts an entry into its home bucket, which is full: one that is there goes on to `free`, the first place behind it. What is new
+ * is what will be asked for, and a bucket that isn't its home costs a wait for memory. False: none may go so far. */
+static bool bucket_swap_in(const Table *t, Bucket *home, Spot free, uint64_t key, uint64_t word)
+{
+    unsigned entry = key % BUCKET_ENTRIES;
+    uint64_t old_key = home->key[entry], old_word = home->word[entry];
+    unsigned old_home = home_number(spread(t, old_key, old_word & t->tag_mask));
+    if ((bucket_number(free.bucket) - old_home) % SEGMENT_BUCKETS >= MAX_PROBE)
+        return false;
+    bucket_set(free.bucket, free.entry, old_key, old_word);
+    bucket_set(home, entry, key, word);
+    return true;
+}
+
 /* Adds an entry where `table_find` has missed it, or after splits; false: no memory. */
-static inline bool table_insert(Table *t, Spot spot, uint64_t key, uint64_t word)
+static inline bool table_insert(Table *t, Bucket *home, Spot spot, uint64_t key, uint64_t word)
 {
     if (spot.room) {
-        bucket_set(spot.bucket, spot.entry, key, word);
+        if (spot.bucket == home || !bucket_swap_in(t, home, spot, key, word))
+            bucket_set(spot.bucket, spot.entry, key, word);
     } else {
         uint64_t place = spread(t, key, word & t->tag_mask);
         do {
