@@ -1,8 +1,8 @@
 """What followers are sent: a snapshot rank by rank, then every change, in one order without a gap. No I/O of its own.
 
-A follower's writer asks `Follower.next` for the next bytes. Ranks that it has not been sent yet are snapshotted one at a time,
-when their turn comes; from that moment on (and not before) their changes are queued for it. So one rank's blocks at most are
-copied per follower, whatever the size of the index.
+A follower's writer asks `Follower.next` for the next bytes. Ranks that it has not been sent yet are snapshotted a few at a time,
+when their turn comes; from that moment on (and not before) their changes are queued for it. Reading one rank's blocks takes as
+long as reading all of the index; a few at a time, a follower costs a few such passes and as many blocks in memory.
 
 A message is encoded once for all followers; only its position differs, and stands in front.
 """
@@ -23,6 +23,9 @@ from rankway.v1 import indexer_pb2
 
 CHUNK_BYTES = 256 * 1024
 """Block hashes in one RankBlocks message: 32,768 blocks, a millisecond's work at the follower."""
+
+SNAPSHOT_BLOCKS = 2**21
+"""How many blocks ranks may have together that are snapshotted in one pass: 16 MiB of hashes. One rank may have more."""
 
 PACK_BYTES = 128 * 1024
 """How much of what waits already goes into one gRPC message."""
@@ -84,7 +87,7 @@ class Feed(Observer):
 
     def repaired(self, rank: Rank) -> None:
         if any(rank.key in follower.sent for follower in self.followers):
-            self._send_encoded(rank, list(_encode_blocks(rank)))
+            self._send_encoded(rank, list(_encode_blocks(rank, rank.index.blocks(rank.slot))))
 
     def gone(self, rank: Rank) -> None:
         key = rank.key
@@ -188,20 +191,30 @@ class Follower:
             if self._queue:
                 return self._pack()
             if self._unsent:
-                self._snapshot_next()
+                self._snapshot_some()
             elif not self._ready_told:
                 self._ready_told = True
                 return self._placed(indexer_pb2.FollowResponse(ready=indexer_pb2.FollowReady()).SerializeToString())
             else:
                 return None
 
-    def _snapshot_next(self) -> None:
-        key = self._unsent.popleft()
-        rank = self._ranks.get(key)
-        if rank is None:
-            return
-        self.sent.add(key)
-        messages = list(_encode_blocks(rank)) if rank.known else [_encode_state(rank)]
+    def _snapshot_some(self) -> None:
+        ranks: list[Rank] = []
+        blocks = 0
+        while self._unsent and blocks < SNAPSHOT_BLOCKS:
+            rank = self._ranks.get(self._unsent.popleft())
+            if rank is not None:
+                ranks.append(rank)
+                blocks += rank.index.size(rank.slot)
+        known = [rank for rank in ranks if rank.known]
+        packed = known[0].index.blocks_of([rank.slot for rank in known]) if known else []
+        blocks_of = dict(zip((rank.key for rank in known), packed, strict=True))
+        for rank in ranks:
+            self._queue_state(rank, blocks_of.pop(rank.key, None))
+
+    def _queue_state(self, rank: Rank, packed: bytes | None) -> None:
+        self.sent.add(rank.key)
+        messages = [_encode_state(rank)] if packed is None else list(_encode_blocks(rank, packed))
         if rank.last_load is not None:
             payload = rank.last_load.payload
             messages.append(b"".join((_LOAD_TAG, _varint(len(payload)), payload)))
@@ -235,9 +248,8 @@ class Follower:
         return b"".join((_POSITION_TAG, _varint(self._position), message))
 
 
-def _encode_blocks(rank: Rank) -> Iterator[bytes]:
+def _encode_blocks(rank: Rank, packed: bytes) -> Iterator[bytes]:
     """What the rank holds as of its last seq, as encoded FollowResponses."""
-    packed = rank.index.blocks(rank.slot)
     key = rank.key
     for start in range(0, max(len(packed), 1), CHUNK_BYTES):
         message = indexer_pb2.RankBlocks(

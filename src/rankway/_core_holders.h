@@ -2,7 +2,7 @@
  *
  * Outside slots map to dense inside ids, so rows stay short whatever numbers the owner hands out, and `clear` is O(1): the slot's
  * id dies and is swept from the table by later calls, a few segments each. (Lists of each slot's blocks would cost 8 to 16 bytes a
- * block and a cache miss a removal; so `holders_blocks` reads the whole table.)
+ * block and a cache miss a removal; so `holders_blocks` reads the whole table, for many slots at once.)
  */
 #ifndef RANKWAY_CORE_HOLDERS_H
 #define RANKWAY_CORE_HOLDERS_H
@@ -345,18 +345,29 @@ static inline bool holds(const Holders *h, uint32_t id, uint64_t key)
     return word && word_has(word, id);
 }
 
-/* Writes the blocks of a slot to `out`, which has room for all of them. */
-static void holders_blocks(const Holders *h, uint32_t id, byte *out)
+static inline void write_block(byte **out, uint32_t id, uint64_t key)
+{
+    if (out[id]) {
+        store64(out[id], key);
+        out[id] += 8;
+    }
+}
+
+/* Writes the blocks of some ids, each to its place in `out` (by id; NULL: not wanted), which moves on. */
+static void holders_blocks(const Holders *h, byte **out)
 {
     const Table *t = &h->table;
-    for (size_t i = 0; i < directory_size(t); i += directory_span(t, t->directory[i])) {
-        const Bucket *segment = segment_of(t->directory[i]);
-        for (unsigned at = 0; at < SEGMENT_BUCKETS; at++)
-            for (unsigned e = 0; e < BUCKET_ENTRIES && segment[at].word[e]; e++)
-                if (word_has(segment[at].word[e], id)) {
-                    store64(out, segment[at].key[e]);
-                    out += 8;
-                }
+    for (size_t at = 0; at < directory_size(t); at += directory_span(t, t->directory[at])) {
+        const Bucket *segment = segment_of(t->directory[at]);
+        for (const Bucket *b = segment; b < segment + SEGMENT_BUCKETS; b++)
+            for (unsigned e = 0; e < BUCKET_ENTRIES && b->word[e]; e++) {
+                uint64_t word = b->word[e];
+                for (unsigned i = 0; i < (word & 3); i++)
+                    write_block(out, inline_slot(word, i), b->key[e]);
+                for (unsigned i = 0; is_row(word) && i < row_of(word)->used; i++)
+                    for (uint64_t bits = row_mask(row_of(word))[i]; bits; bits &= bits - 1)
+                        write_block(out, 64 * row_of(word)->chunk[i] + (unsigned)__builtin_ctzll(bits), b->key[e]);
+            }
     }
 }
 

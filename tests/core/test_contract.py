@@ -91,6 +91,26 @@ def test_a_cleared_slot_starts_anew(core: Any) -> None:
     assert sorted(blocks.unpack_hashes(index.blocks(0))) == [0, 1]
 
 
+def test_the_blocks_of_several_slots(core: Any) -> None:
+    """`blocks_of` gives each slot's blocks in the order of the slots, nothing for slots that hold nothing, and no slot twice."""
+    index = core.Index()
+    held: dict[int, range] = {7: range(3000), 2: range(1000, 1010), 900: range(5, 6), 3: range(0)}
+    for slot in range(10, 90):
+        index.store(slot, range(200))
+    for slot, chain in held.items():
+        index.store(slot, chain)
+    index.store(4, range(50))
+    index.clear(4)
+    slots = [900, 3, 7, 4, 2, 50, 1_000_000]
+    found = [sorted(blocks.unpack_hashes(packed)) for packed in index.blocks_of(slots)]
+    assert found == [list(held.get(slot, range(200) if slot == 50 else ())) for slot in slots]
+    assert index.blocks_of([]) == []
+    with pytest.raises(ValueError, match="7 is there twice"):
+        index.blocks_of([7, 2, 7])
+    with pytest.raises((ValueError, TypeError)):
+        index.blocks_of([1, "x"])
+
+
 def test_the_digest_is_the_xor_of_mixed_hashes(core: Any) -> None:
     """The digest depends on the set alone, not on the order or the way to it."""
     index = core.Index()
@@ -319,7 +339,7 @@ def test_threads_may_share_an_index(core: Any) -> None:
             index.store(slot, long)
             index.match(long)
             index.store(slot + 10, [slot])
-            index.blocks(slot)
+            index.blocks_of([slot, slot + 10])
             index.remove(slot, long)
             len(index)
         index.store(slot, long[:100])

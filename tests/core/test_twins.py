@@ -163,11 +163,14 @@ class Twins(RuleBasedStateMachine):
     def equal(self) -> None:
         if not hasattr(self, "slots"):
             return
-        for slot in sorted(self.slots)[:12]:
+        slots = sorted(self.slots)[:12]
+        for slot in slots:
             self.same(self.indexes, "size", slot)
             self.same(self.indexes, "digest", slot)
-            held = [sorted(blocks.unpack_hashes(twin.blocks(slot))) for twin in self.indexes]
-            assert held[0] == held[1]
+        held = [[sorted(blocks.unpack_hashes(packed)) for packed in twin.blocks_of(slots)] for twin in self.indexes]
+        assert held[0] == held[1]
+        held = [[sorted(blocks.unpack_hashes(twin.blocks(slot))) for slot in slots[:1]] for twin in self.indexes]
+        assert held[0] == held[1]
 
     def teardown(self) -> None:
         if hasattr(self, "indexes"):
