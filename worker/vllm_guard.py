@@ -16,9 +16,13 @@ import psutil
 
 
 class Guard:
-    """The worker's end. `tell` as processes come; `close` once they have been ended. Blocks for milliseconds."""
+    """The worker's end. `tell` as processes come; `close` once they have been ended. Blocks for milliseconds.
+
+    Processes that exist already are none of vLLM's: they are left alone.
+    """
 
     def __init__(self) -> None:
+        self._others = set(psutil.Process().children(recursive=True))
         # A session of its own: what is done to the worker's process group must not take the guard first.
         self._process = subprocess.Popen(  # noqa: S603  # our own module
             [sys.executable, "-P", "-m", __name__],
@@ -33,7 +37,7 @@ class Guard:
         """Tell which processes there are below this one now, if there are others than at the last time."""
         family = {}
         for process in psutil.Process().children(recursive=True):
-            if process.pid != self._process.pid:
+            if process.pid != self._process.pid and process not in self._others:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     family[process.pid] = process.create_time()
         if family != self._told and self._process.stdin is not None:

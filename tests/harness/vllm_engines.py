@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import traceback
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -161,10 +163,20 @@ async def start(model: str, *flags: str, assigned: Assigned = Assigned()) -> Liv
     return Live(engine, sink, info, asyncio.create_task(engine.run()))
 
 
-def count_finished(finished: Counter[int]) -> Callable[[], None]:
+def watch_forks() -> list[str]:
+    """Grows by a stack with every fork of this process that goes on in Python; vfork and exec (`Popen`, "spawn") isn't one."""
+    forks: list[str] = []
+    os.register_at_fork(before=lambda: forks.append("".join(traceback.format_stack())))
+    return forks
+
+
+def count_finished(finished: Counter[int], first: int = 0) -> Callable[[], None]:
     """Put a counter of finished requests by global rank in the place of vLLM's Prometheus logger; returns what undoes it.
 
     Two engines in one process would fight for the names of Prometheus' metrics.
+
+    Args:
+        first: global rank of the engines' rank 0, for engines that know of no other ranks.
     """
     from vllm.v1.metrics import loggers
 
@@ -174,7 +186,7 @@ def count_finished(finished: Counter[int]) -> Callable[[], None]:
 
         def record(self, scheduler_stats: Any, iteration_stats: Any, *_args: Any, engine_idx: int = 0, **_kwargs: Any) -> None:
             if iteration_stats is not None:
-                finished[engine_idx] += len(iteration_stats.finished_requests)
+                finished[first + engine_idx] += len(iteration_stats.finished_requests)
 
         def log_engine_initialized(self) -> None:
             pass
