@@ -50,6 +50,10 @@ class StreamCounts:
 class RankStream:
     """Reads one rank's batches and hands their events on, in order and without holes.
 
+    Attributes:
+        source: where it reads.
+        counts: what happened so far.
+
     Args:
         dp_rank: global rank, for the log.
         deliver: takes the events of a batch.
@@ -66,7 +70,7 @@ class RankStream:
         self.counts = StreamCounts()
         self.decoder = EventDecoder()
         self._dp_rank = dp_rank
-        self._source = source
+        self.source = source
         self._deliver = deliver
         self._lose = lose
         self._continuity = Continuity()
@@ -86,8 +90,8 @@ class RankStream:
                 await self._catch_up()
         except (TimeoutError, zmq.ZMQError) as error:
             raise EngineFailed(
-                f"dp_rank={self._dp_rank}: no answer from vLLM's KV event publisher at {self._source.endpoint} "
-                f"(replay {self._source.replay_endpoint}): {type(error).__name__}"
+                f"dp_rank={self._dp_rank}: no answer from vLLM's KV event publisher at {self.source.endpoint} "
+                f"(replay {self.source.replay_endpoint}): {type(error).__name__}"
             ) from error
 
     async def run(self) -> None:
@@ -111,7 +115,7 @@ class RankStream:
         self._subscriber.subscribe(b"")
         monitor = self._subscriber.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
-            self._subscriber.connect(self._source.endpoint)
+            self._subscriber.connect(self.source.endpoint)
             await recv_monitor_message(monitor)
         finally:
             self._subscriber.disable_monitor()
@@ -128,23 +132,33 @@ class RankStream:
         if verdict is Verdict.GAP:
             self.counts.gaps += 1
             log.warning("gap in vLLM's KV events", dp_rank=self._dp_rank, expected=self._continuity.expected, seq=seq)
-            await self._catch_up()
+            await self._catch_up(goal=seq)
             verdict = self._continuity.judge(seq, batch.ts)
         if verdict is Verdict.GAP:
-            self._give_up(f"batches {self._continuity.expected} … {seq - 1} are gone from the replay buffer")
+            self._give_up(f"batches {self._continuity.expected} … {seq - 1} can't be had: the replay buffer didn't give them")
         if verdict is not Verdict.SEEN:
             self._apply(batch)
 
-    async def _catch_up(self) -> None:
-        """Apply what the publisher's replay buffer has beyond what we know, for as long as that brings something."""
+    async def _catch_up(self, goal: int = 0) -> None:
+        """Apply what the publisher's replay buffer has beyond what we know, for as long as that brings something.
+
+        A buffer that begins later than we know has lost what was before: no live batch has to come to show that. Under load a
+        replay always brings something, so the live stream takes over again once it has a batch and all before `goal` is known.
+        """
         while True:
             before = self._continuity.expected
             for seq, payload in await self._replay(before):
                 batch = self._decode(seq, payload)
-                if batch is not None and self._continuity.judge(seq, batch.ts) is Verdict.NEXT:
+                if batch is None:
+                    continue
+                verdict = self._continuity.judge(seq, batch.ts)
+                if verdict is Verdict.GAP:
+                    self._give_up(f"batches {self._continuity.expected} … {seq - 1} are gone from the replay buffer")
+                if verdict in (Verdict.NEXT, Verdict.GAP):
                     self.counts.replayed += 1
                     self._apply(batch)
-            if self._continuity.expected == before:
+            expected = self._continuity.expected
+            if expected == before or (expected >= goal and await self._subscriber.poll(0)):
                 return
 
     async def _replay(self, start: int) -> list[tuple[int, bytes]]:
@@ -154,7 +168,7 @@ class RankStream:
             socket.linger = 0
             socket.rcvhwm = 0
             socket.rcvtimeo = int(REPLAY_TIMEOUT_S * 1000)
-            socket.connect(self._source.replay_endpoint)
+            socket.connect(self.source.replay_endpoint)
             await socket.send_multipart([b"", start.to_bytes(8, "big")])
             try:
                 while True:
@@ -164,7 +178,7 @@ class RankStream:
                         return answers
                     answers.append((seq, payload))
             except zmq.Again:
-                log.warning("vLLM's replay socket is silent", dp_rank=self._dp_rank, endpoint=self._source.replay_endpoint)
+                log.warning("vLLM's replay socket is silent", dp_rank=self._dp_rank, endpoint=self.source.replay_endpoint)
                 return answers
 
     def _decode(self, seq: int, payload: bytes) -> Batch | None:

@@ -19,9 +19,7 @@ from harness.waiting import eventually, free_port
 from rankway.errors import EngineFailed
 from rankway.ranks import DpRange
 from rankway.sampling import Sampling
-from rankway.worker import vllm_stream
 from rankway.worker.engine import Finish
-from rankway.worker.vllm_stream import EventSource, RankStream
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
@@ -83,7 +81,7 @@ async def test_no_two_ranks_share_a_port(pair: Pair) -> None:
         endpoint
         for live in (pair.a, pair.b)
         for stream in live.engine.caches.streams
-        for endpoint in (stream._source.endpoint, stream._source.replay_endpoint)
+        for endpoint in (stream.source.endpoint, stream.source.replay_endpoint)
     ]
     assert len(set(endpoints)) == len(endpoints) == 8
 
@@ -183,53 +181,6 @@ async def test_a_cache_in_use_is_not_reset(pair: Pair) -> None:
     await ended.wait()
     await live.quiet()
     assert live.predicted(0, prompt(5, 100)) == 96
-
-
-async def test_a_gap_is_filled_by_replay(pair: Pair) -> None:
-    """A stream that missed batches asks vLLM's replay socket and ends with every batch, in order."""
-    live = pair.a
-    await live.ask(0, prompt(90, 150))
-    await live.quiet()
-    source = live.engine.caches.streams[0]._source
-    seen: list[object] = []
-    lost: list[str] = []
-    late = RankStream(0, source, seen.extend, lost.append)
-    await late._connect()  # without catching up: the first batch it hears of is far from batch 0
-    reading = asyncio.create_task(late.run())
-    await live.ask(0, prompt(91, 150))
-    ours = [event for rank, event in live.sink.events if rank == 0]
-    await eventually(lambda: len(seen) > 0 and late.counts.gaps == 1)
-    await live.quiet()
-    reading.cancel()
-    await asyncio.gather(reading, return_exceptions=True)
-    late.close()
-    assert (late.counts.gaps, late.counts.losses, lost) == (1, 0, [])
-    assert late.counts.replayed > 10
-    assert seen[-1] in [event for rank, event in live.sink.events if rank == 0]
-    assert len(seen) >= len(ours)
-
-
-async def test_a_gap_that_replay_cannot_fill_ends_in_repair(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If batches are gone for good, the rank counts as empty, its cache is reset, and both agree again: never silence."""
-    live = pair.b
-    tokens = prompt(95, 300)
-    await live.ask(0, tokens)
-    await live.quiet()
-    assert live.predicted(0, tokens) == 288
-    stream = live.engine.caches.streams[0]
-    monkeypatch.setattr(vllm_stream, "REPLAY_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(stream, "_source", EventSource(stream._source.endpoint, f"tcp://127.0.0.1:{free_port()}"))
-    stream._continuity.expected -= 1  # as if the last batch had not come
-    resets = len(live.sink.lost)
-    await live.ask(0, prompt(96, 100))
-    await eventually(lambda: len(live.sink.lost) == resets + 1)
-    await live.quiet()
-    await eventually(lambda: not live.engine.caches.repairing)
-    assert len(live.sink.mirrors[0]) == 0
-    assert (await live.ask(0, tokens)).cached == 0
-    await live.quiet()
-    assert live.predicted(0, tokens) == 288
-    assert (await live.ask(0, tokens)).cached == 288
 
 
 async def test_loads_tell_what_runs_and_what_waits(pair: Pair) -> None:
