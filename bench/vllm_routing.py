@@ -177,6 +177,11 @@ async def reset_caches(running: harness.Cluster) -> None:
                 raise RuntimeError(f"{record.worker_id}: only the ranks {list(answer.dp_ranks)} were reset")
 
 
+def memory_gib(running: harness.Cluster) -> float:
+    """Memory of the launcher and everything below it; pages that processes share count once."""
+    return sum(process.memory_full_info().pss for process in running.processes()) / 2**30
+
+
 def ask(address: str, messages: list[dict[str, str]], max_tokens: int, block_size: int = 32) -> tuple[Turn, str]:
     """One streamed chat completion; blocks. (what was measured, the answer's text)."""
     body = {
@@ -255,7 +260,9 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=4, help="conversations side by side")
     parser.add_argument("--json", help="file for the figures")
     arguments = parser.parse_args()
+    begun = time.perf_counter()
     with cluster(str(Path(arguments.model).resolve())) as running:
+        print(f"ready after {time.perf_counter() - begun:.1f} s, {memory_gib(running):.1f} GiB in all processes")
         rows = [measure(running, policy, arguments.conversations, arguments.turns, arguments.at_once) for policy in POLICIES]
     print(table(rows))
     if arguments.json:

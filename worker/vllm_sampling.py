@@ -21,7 +21,8 @@ def sampling_arguments(request: EngineRequest) -> dict[str, Any]:
 
     Text and stop strings are the worker's business, so vLLM doesn't detokenise. Where tokens come along that another instance
     generated, they count as prompt for vLLM: limits shrink by them, and the penalties for them become biases (exact for the
-    frequency penalty; the presence penalty of such a token counts once more if it is generated again).
+    frequency penalty without a repetition penalty, which vLLM applies after biases; the presence penalty of such a token counts
+    once more if it is generated again).
     """
     sampling = request.sampling
     resumed = request.tokens[request.prompt_len :]
