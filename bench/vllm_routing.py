@@ -38,6 +38,9 @@ POLICIES = ("round_robin", "kv")
 START_TIMEOUT_S = 600.0
 SYSTEM_WORDS = 120
 USER_WORDS = 100
+PAUSE_S = 1.0
+"""At most, before a turn. Without pauses as many conversations as ranks run in step, and round robin brings each back to its rank
+by accident."""
 ENVIRON = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # what lets vLLM's CPU engine do without a worker process a rank
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -218,12 +221,13 @@ def sentence(rng: random.Random, words: int) -> str:
     return " ".join(rng.choices(_WORDS, k=words))
 
 
-def converse(address: str, seed: str, turns: int, system: str, max_tokens: int) -> list[Turn]:
-    """One conversation, turn after turn; blocks."""
-    rng = random.Random(seed)
+def converse(address: str, seed: str, turns: int, system: str, max_tokens: int, pause_s: float = 0.0) -> list[Turn]:
+    """One conversation, turn after turn, `pause_s` at most before each; blocks."""
+    rng, pauses = random.Random(seed), random.Random(f"pauses of {seed}")
     messages = [{"role": "system", "content": system}]
     measured = []
     for _ in range(turns):
+        time.sleep(pauses.uniform(0, pause_s))
         messages.append({"role": "user", "content": sentence(rng, USER_WORDS)})
         turn, text = ask(address, messages, max_tokens)
         messages.append({"role": "assistant", "content": text})
@@ -231,13 +235,21 @@ def converse(address: str, seed: str, turns: int, system: str, max_tokens: int) 
     return measured
 
 
-def measure(running: harness.Cluster, policy: str, conversations: int, turns: int, at_once: int, max_tokens: int = 24) -> Row:
+def measure(
+    running: harness.Cluster,
+    policy: str,
+    conversations: int,
+    turns: int,
+    at_once: int,
+    max_tokens: int = 24,
+    pause_s: float = PAUSE_S,
+) -> Row:
     """All conversations through a router of the policy, `at_once` of them side by side, on empty caches."""
     asyncio.run(reset_caches(running))
     system = "You are a helpful assistant. " + sentence(random.Random("system"), SYSTEM_WORDS)
     with router(running, policy) as address, ThreadPoolExecutor(at_once) as threads:
         answers = threads.map(
-            lambda number: converse(address, f"conversation-{number}", turns, system, max_tokens), range(conversations)
+            lambda number: converse(address, f"conversation-{number}", turns, system, max_tokens, pause_s), range(conversations)
         )
         return Row.of(policy, [turn for conversation in answers for turn in conversation])
 
@@ -258,12 +270,16 @@ def main() -> int:
     parser.add_argument("--conversations", type=int, default=12)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--at-once", type=int, default=4, help="conversations side by side")
+    parser.add_argument("--pause-s", type=float, default=PAUSE_S, help="longest pause before a turn")
     parser.add_argument("--json", help="file for the figures")
     arguments = parser.parse_args()
     begun = time.perf_counter()
     with cluster(str(Path(arguments.model).resolve())) as running:
         print(f"ready after {time.perf_counter() - begun:.1f} s, {memory_gib(running):.1f} GiB in all processes")
-        rows = [measure(running, policy, arguments.conversations, arguments.turns, arguments.at_once) for policy in POLICIES]
+        rows = [
+            measure(running, policy, arguments.conversations, arguments.turns, arguments.at_once, pause_s=arguments.pause_s)
+            for policy in POLICIES
+        ]
     print(table(rows))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")

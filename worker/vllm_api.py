@@ -109,6 +109,7 @@ def configure(model: str, argv: Sequence[str], assigned: Assigned) -> Configured
             rank=parallel.data_parallel_rank,
             hybrid_lb=parallel.data_parallel_hybrid_lb,
             external_lb=parallel.data_parallel_external_lb,
+            is_moe=config.model_config.is_moe,
         ),
         assigned,
     )

@@ -296,8 +296,11 @@ class VllmEngine:
         prompt = array("I", [0] * max(1, min(block_size, 32) - 1))
         sampling = Sampling(max_tokens=1, ignore_eos=True)
         request = EngineRequest(f"probe-{local_rank}", prompt, len(prompt), sampling, local_rank, emit=lambda _output: None)
-        async for _output in self._api.generate(self._llm, request, None):
-            pass
+        try:
+            async for _output in self._api.generate(self._llm, request, None):
+                pass
+        except Exception as error:
+            raise self._api.to_error(error, self._api.dead_process(self._llm)) from error
 
     # Requests
 

@@ -32,6 +32,8 @@ class DpConfig:
     rank: int
     hybrid_lb: bool
     external_lb: bool
+    is_moe: bool = True
+    """Whether the model has experts, as vLLM sees it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,13 @@ def placement(flags: DpFlags, config: DpConfig, assigned: Assigned) -> Placement
         )
     if config.size <= 1:
         return _independent(flags, assigned)
+    if config.external_lb and not config.is_moe:
+        raise InvalidField(
+            "--data-parallel-size-local",
+            config.size_local,
+            "vLLM makes external load balancing of one local rank and can't run that for dense models: start independent engines "
+            f"with --data-parallel-size {config.size} --start-rank {config.rank} --size 1 before -- and no such flags after it",
+        )
     if config.hybrid_lb or config.external_lb:
         window = DpRange(config.rank, config.size_local)
         balancing = "hybrid" if config.hybrid_lb else "external"

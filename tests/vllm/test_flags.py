@@ -41,7 +41,6 @@ def configure(model: str, flags: Sequence[str], assigned: Assigned = Assigned())
     [
         (["-dp=4", "-dpl=2", "-dpr=2", HYBRID], DpRange(2, 2), 4, "hybrid"),
         (["-dp=4", "-dpl=2", "-dpr=2"], DpRange(2, 2), 4, "hybrid"),
-        (["-dp=4", "-dpl=1", "-dpr=3", HYBRID], DpRange(3, 1), 4, "external"),
         (["-dp=4", "-dpl=4", HYBRID], DpRange(0, 4), 4, "internal"),
         (["-dp=4"], DpRange(0, 4), 4, "internal"),
         ([], DpRange(0, 1), 1, "independent"),
@@ -50,14 +49,15 @@ def configure(model: str, flags: Sequence[str], assigned: Assigned = Assigned())
 def test_the_window_is_read_after_vllm_has_changed_the_flags(
     tiny_model: str, flags: list[str], window: DpRange, size: int, balancing: str
 ) -> None:
-    """Hybrid with one local rank becomes external, with all ranks internal: the window is right in each case."""
+    """Hybrid with all ranks becomes internal, and is understood without its own flag: the window is right in each case."""
     place = configure(tiny_model, flags).place
     assert (place.window, place.data_parallel_size, place.balancing) == (window, size, balancing)
 
 
-def test_a_moe_model_may_use_external_load_balancing(moe_model: str) -> None:
-    """The rank of an external engine is its window."""
-    place = configure(moe_model, ["-dp=4", "--data-parallel-rank=2", "--load-format=dummy"]).place
+@pytest.mark.parametrize("flags", [["--data-parallel-rank=2"], ["-dpl=1", "-dpr=2", HYBRID]])
+def test_a_moe_model_may_use_external_load_balancing(moe_model: str, flags: list[str]) -> None:
+    """The rank of an external engine is its window, also where vLLM makes external LB of hybrid LB with one local rank."""
+    place = configure(moe_model, ["-dp=4", *flags, "--load-format=dummy"]).place
     assert (place.window, place.balancing) == (DpRange(2, 1), "external")
 
 
@@ -69,6 +69,7 @@ def test_a_moe_model_may_use_external_load_balancing(moe_model: str) -> None:
         (["-dp=4", "-dpl=4", "-dpr=2"], InvalidField, "starts at rank 0"),
         (["-dp=4", HYBRID], EngineFailed, "requires `--data-parallel-size-local`"),
         (["-dp=4", "--data-parallel-rank=1"], EngineFailed, "launch independent vLLM instances"),
+        (["-dp=4", "-dpl=1", "-dpr=3", HYBRID], InvalidField, "--data-parallel-size 4 --start-rank 3 --size 1 before --"),
         (["--no-enable-prefix-caching"], InvalidField, "nothing to route by"),
         (["--port=8000"], InvalidField, "--port"),
         (["--lora-modules", "sql"], InvalidField, "name=path"),
