@@ -103,13 +103,15 @@ async def test_a_subscription_is_confirmed_however_often_the_server_restarts(nat
 
     nats_server.pause()
     subscribing = asyncio.create_task(bus.subscribe(client, "subject", hear))
-    done, _ = await asyncio.wait({subscribing}, timeout=1.5)  # longer than one confirmation may take
-    assert not done
-    nats_server.restart()
-    await asyncio.wait_for(subscribing, 10)
-    await client.publish("subject", b"here")
-    assert await asyncio.wait_for(heard.get(), 5) == b"here"
-    await client.close()
+    try:
+        done, _ = await asyncio.wait({subscribing}, timeout=1.5)  # longer than one confirmation may take
+        assert not done
+        nats_server.restart()
+        await asyncio.wait_for(subscribing, 10)
+        await client.publish("subject", b"here")
+        assert await asyncio.wait_for(heard.get(), 5) == b"here"
+    finally:
+        await client.close()
 
 
 async def test_a_name_is_checked(nats_server: NatsServer) -> None:

