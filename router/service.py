@@ -55,6 +55,9 @@ log = logs.get("router")
 SWEEP_S = 0.5
 """Each wake-up of an idle processor costs more than what is done then."""
 
+START_SWEEP_S = 0.1
+"""As long as something is missing that the start waits for."""
+
 START_S = 3.0
 STOP_GRACE_S = 1.0
 TOKENIZER_TIMEOUT_S = 30.0
@@ -222,7 +225,7 @@ async def _sweep(router: Router, server: GrpcEndpoint, start: _Start) -> None:
     clock = asyncio.get_running_loop().time
     was_ready = False
     while True:
-        await asyncio.sleep(SWEEP_S)
+        await asyncio.sleep(SWEEP_S if start.complete.is_set() else START_SWEEP_S)
         now = clock()
         router.members.sweep(now)
         router.dispatcher.sweep(now)
