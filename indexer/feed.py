@@ -207,10 +207,9 @@ class Follower:
                 ranks.append(rank)
                 blocks += rank.index.size(rank.slot)
         known = [rank for rank in ranks if rank.known]
-        packed = known[0].index.blocks_of([rank.slot for rank in known]) if known else []
-        blocks_of = dict(zip((rank.key for rank in known), packed, strict=True))
+        packed = iter(known[0].index.blocks_of(rank.slot for rank in known) if known else ())
         for rank in ranks:
-            self._queue_state(rank, blocks_of.pop(rank.key, None))
+            self._queue_state(rank, next(packed) if rank.known else None)
 
     def _queue_state(self, rank: Rank, packed: bytes | None) -> None:
         self.sent.add(rank.key)

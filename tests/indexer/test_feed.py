@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from harness.messages import RankSource
 
+from rankway.blocks import unpack_hashes
 from rankway.errors import Overloaded, Unavailable
 from rankway.indexer.feed import CHUNK_BYTES, PACK_BYTES, Feed, FollowerLimits
 from rankway.indexer.rank import Limits
@@ -40,9 +41,15 @@ def drain(follower: object) -> list[indexer_pb2.FollowResponse]:
     """Everything that can be written now, several taken apart."""
     responses = []
     while (message := follower.poll()) is not None:  # type: ignore[attr-defined]
-        parsed = indexer_pb2.FollowResponse.FromString(message)
-        responses += parsed.several.responses if parsed.HasField("several") else [parsed]
+        responses += parts(message)
     return responses
+
+
+def parts(message: bytes | None) -> list[indexer_pb2.FollowResponse]:
+    """A message's responses, several taken apart."""
+    assert message is not None
+    parsed = indexer_pb2.FollowResponse.FromString(message)
+    return list(parsed.several.responses) if parsed.HasField("several") else [parsed]
 
 
 def kinds(responses: list[indexer_pb2.FollowResponse]) -> list[str | None]:
@@ -77,6 +84,28 @@ def test_changes_of_a_rank_that_is_not_sent_yet_are_in_its_snapshot() -> None:
     rest = drain(follower)
     assert kinds(rest) == ["blocks", "blocks", "ready"]
     assert [response.blocks.seq for response in rest[:2]] == [1, 0]
+
+
+def test_many_ranks_are_read_in_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are snapshotted as many at a time as the limit of blocks allows, each whole, and known or not as it is then."""
+    monkeypatch.setattr("rankway.indexer.feed.SNAPSHOT_BLOCKS", 5)
+    tracker, feed = build()
+    sources = join(tracker, member(size=6))
+    for dp_rank, source in sources.items():
+        tracker.on_batch(source.batch(("stored", range(10 * dp_rank, 10 * dp_rank + 3))), 1.0)
+    broken = tracker.ranks[sources[1].key]
+    broken.known = False
+    follower = feed.open("f", "")
+    first = [follower.poll() for _ in range(2)]
+    assert len(follower.sent) == 2
+    tracker.on_batch(sources[0].batch(("stored", [99])), 2.0)
+    tracker.on_batch(sources[5].batch(("stored", [98])), 2.0)
+    told = [part for message in first for part in parts(message)] + drain(follower)
+    assert kinds(told) == ["begin", "blocks", "state", "batch", "blocks", "blocks", "blocks", "blocks", "ready"]
+    blocks = {t.blocks.dp_rank: sorted(unpack_hashes(t.blocks.block_hashes)) for t in told if t.HasField("blocks")}
+    expected = {dp_rank: list(range(10 * dp_rank, 10 * dp_rank + 3)) for dp_rank in (0, 2, 3, 4, 5)}
+    expected[5].append(98)
+    assert blocks == expected
 
 
 def test_a_large_rank_comes_in_chunks() -> None:
