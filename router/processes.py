@@ -62,13 +62,14 @@ async def _supervise(settings: RouterSettings, ready: service.Ready, stop: async
             child.terminate()
         await asyncio.wait(ended, timeout=settings.drain_timeout_s + KILL_AFTER_S)
         for child in children:
-            child.kill()
+            if not child.ended.done():
+                child.kill()
         await asyncio.wait(ended)
         stopping.cancel()
         await asyncio.gather(stopping, return_exceptions=True)
 
 
-class _Child:
+class _Child(Process):
     """One router process."""
 
     def __init__(self, argv: Sequence[str]) -> None:
@@ -77,18 +78,10 @@ class _Child:
         """What it says when it is ready; empty: it ended before."""
         reader, writer = os.pipe()
         try:
-            self._process = Process(argv, pass_fds=(writer,), environ={"RANKWAY_READY_FD": str(writer)})
+            super().__init__(argv, pass_fds=(writer,), environ={"RANKWAY_READY_FD": str(writer)})
         finally:
             os.close(writer)
-        self.ended = self._process.ended
         threading.Thread(target=self._listen, args=(loop, reader), name="router process", daemon=True).start()
-
-    def terminate(self) -> None:
-        self._process.terminate()
-
-    def kill(self) -> None:
-        if not self.ended.done():
-            self._process.kill()
 
     def _listen(self, loop: asyncio.AbstractEventLoop, reader: int) -> None:
         with os.fdopen(reader) as pipe:

@@ -26,6 +26,11 @@ if os.getppid() == int(sys.argv[1]):
 """PR_SET_PDEATHSIG, SIGTERM; it outlives exec. The parent may have died before the call, so it is looked for after it."""
 
 
+def bound(argv: Sequence[str]) -> list[str]:
+    """The command that runs `argv` in its place, and on Linux gets SIGTERM when the thread that starts it ends."""
+    return [*([sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid())] if sys.platform == "linux" else []), *argv]
+
+
 class Process:
     """A running child. Start it on the thread that lives as long as the parent: Linux binds it to that thread.
 
@@ -48,11 +53,10 @@ class Process:
         """
         if shutil.which(argv[0]) is None:
             raise FileNotFoundError(f"no such program: {argv[0]}")
-        bound = [sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid())] if sys.platform == "linux" else []
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[int] = loop.create_future()
         self._process = subprocess.Popen(  # noqa: S603  # what our callers run
-            [*bound, *argv],
+            bound(argv),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

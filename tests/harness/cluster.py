@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -17,19 +16,13 @@ from typing import Any
 
 import psutil
 
+from rankway.processes import bound
+
 START_TIMEOUT_S = 60.0
 
 OPTIONS = ("--log-level=debug", "--log-format=json", "--router-args=--recent-weight 0", "--worker-args=--sim-speedup 10")
 """Of most clusters under test: the term for recent dispatches is off, as in the design's worked example; the simulator runs ten
 times as fast as real time."""
-
-
-_libc = ctypes.CDLL(None)
-
-
-def _end_with_the_tests() -> None:
-    """A test run that is killed leaves no cluster behind (Linux: PR_SET_PDEATHSIG)."""
-    _libc.prctl(1, signal.SIGTERM)
 
 
 class Cluster:
@@ -41,13 +34,13 @@ class Cluster:
         # A temporary directory of its own shows what is left behind.
         self.tmp = tmp_path
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "rankway", "up", "--http-port=0", "--grpc-port=0", *options],
+            # A test run that is killed leaves no cluster behind.
+            bound([sys.executable, "-P", "-m", "rankway", "up", "--http-port=0", "--grpc-port=0", *options]),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={**os.environ, "TMPDIR": str(tmp_path), **(environ or {})},
             start_new_session=True,
-            preexec_fn=_end_with_the_tests,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
