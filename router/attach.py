@@ -168,8 +168,6 @@ class Link:
             else:
                 worker_pb2.AttachResponse.FromString(message)
                 self._greeted()
-                if self._call is not None:
-                    self._call.short_way = steps.frame_dispatcher(self._receivers)
         except steps.MALFORMED:
             # Tokens may be lost with it: the requests have to move.
             if self._call is not None:
@@ -178,6 +176,8 @@ class Link:
     def _greeted(self) -> None:
         if self._welcome is not None and not self._welcome.done():
             self._welcome.set_result(None)
+        if self._call is not None:
+            self._call.short_way = steps.frame_dispatcher(self._receivers)
         self.connected = True
         log.info("attached", worker_id=self.instance.worker_id, epoch=self.instance.epoch, endpoint=self.endpoint)
         self._on_up(self)

@@ -419,9 +419,13 @@ static PyObject *dispatch_frames(PyObject *self, PyObject *const *args, Py_ssize
     if (!take_arguments(args, nargs, &data))
         return NULL;
     size_t count = whole_messages(data, messages);
-    PyObject *done = count ? dispatch_and_flush(messages, count, args[0], args[1]) : Py_NewRef(Py_None);
-    Py_XDECREF(done);
-    return done ? PyLong_FromSsize_t(count ? data.end - data.at - (Py_ssize_t)count * FRAME_HEADER : 0) : NULL;
+    if (!count)
+        return PyLong_FromLong(0);
+    PyObject *done = dispatch_and_flush(messages, count, args[0], args[1]);
+    if (!done)
+        return NULL;
+    Py_DECREF(done);
+    return PyLong_FromSsize_t(data.end - data.at - (Py_ssize_t)count * FRAME_HEADER);
 }
 
 /* ---- The type and the module. */
