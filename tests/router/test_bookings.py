@@ -17,11 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankway.blocks import hash_chain, pack_tokens
+from rankway.bus import BusStatus
 from rankway.ranks import GlobalRank, Target
 from rankway.router.bookings import OtherBookings, OwnBookings
+from rankway.router.fleet import Fleet
 from rankway.router.ledger import Ledger, RecentTerm
 from rankway.router.policy import Decision
-from rankway.router.targets import Place
+from rankway.router.settings import RouterSettings
+from rankway.router.sharing import Sharing
+from rankway.router.targets import Place, Targets
 from rankway.v1 import events_pb2
 
 HASHES = hash_chain(pack_tokens(list(range(64))), 16, 1)
@@ -251,3 +255,19 @@ async def test_sharing_survives_an_outage_of_nats(nats_server: NatsServer) -> No
     finally:
         await asyncio.gather(*(router.close() for router in routers))
         await worker.kill()
+
+
+async def test_every_reconnect_makes_good_what_was_lost() -> None:
+    """After each reconnect, not the first alone, all is told again and asked for again."""
+    sharing = Sharing(RouterSettings(), "r", 1, Fleet(), Targets(), a_ledger(), asyncio.get_running_loop().time)
+    status = BusStatus()
+    mending = asyncio.create_task(sharing._after_reconnects(status))
+    try:
+        for _ in range(3):
+            status.reconnected.set()
+            await eventually(lambda: sharing._full_wanted.is_set() and sharing._missed.is_set())
+            sharing._full_wanted.clear()
+            sharing._missed.clear()
+    finally:
+        mending.cancel()
+        await asyncio.wait({mending})
