@@ -16,14 +16,17 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
-import grpc.aio
 import uvloop
 
 from rankway import rpc
+from rankway.h2.calls import Call
+from rankway.h2.connection import Http2Limits
+from rankway.h2.endpoint import Endpoint
+from rankway.h2.messages import framed
 from rankway.ranks import DpRange
 from rankway.registry.client import LeaseKeeper, RegistryClient
 from rankway.registry.records import Record, State, to_proto
-from rankway.v1 import generate_pb2, generate_pb2_grpc, types_pb2, worker_pb2
+from rankway.v1 import generate_pb2, registry_pb2, types_pb2, worker_pb2
 
 LENGTH = types_pb2.FINISH_REASON_LENGTH
 TOKEN = (65).to_bytes(4, "little")
@@ -58,20 +61,38 @@ def varint(value: int) -> bytes:
 class Session:
     """One Attach: the streams of one router, stepped together."""
 
-    def __init__(self) -> None:
-        self.filled = asyncio.Event()
+    def __init__(self, call: Call, record: registry_pb2.WorkerRecord) -> None:
+        self._call = call
+        self._record = record
         self._deltas: list[bytes] = []
         self._paced: dict[int, dict[int, int]] = {}
         """By pace: tokens left by stream; there is a timer as long as there is an entry."""
+        call.on_room = self._write
 
-    def take(self) -> bytes:
-        """What has come since the last time, as an AttachResponse."""
-        step = b"".join(self._deltas)
-        self._deltas = []
-        self.filled.clear()
-        return b"\x12%b%b" % (varint(len(step)), step)
+    def on_message(self, message: bytes) -> None:
+        request = worker_pb2.AttachRequest.FromString(message)
+        if request.HasField("start"):
+            self._start(request.start)
+        elif request.HasField("abort"):
+            for running in self._paced.values():
+                running.pop(request.abort.stream, None)
+        else:
+            welcome = worker_pb2.AttachResponse(welcome=worker_pb2.Welcome(record=self._record))
+            self._call.send(framed(welcome.SerializeToString()))
 
-    def start(self, start: worker_pb2.Start) -> None:
+    def on_end(self) -> None:
+        self._paced.clear()
+        self._call.finish()
+
+    def _write(self) -> None:
+        """Send what has come since the last time, unless the router has still to read that."""
+        if self._deltas and self._call.clear and not self._call.over:
+            step = b"".join(self._deltas)
+            self._deltas = []
+            self._call.send(framed(b"\x12%b%b" % (varint(len(step)), step)))
+
+    def _start(self, start: worker_pb2.Start) -> None:
+        loop = asyncio.get_running_loop()
         tokens, pace_ms = start.sampling.max_tokens, start.sampling.seed
         if pace_ms <= 0:
             if pace_ms < 0 or tokens <= 16:  # short answers are those that don't stream
@@ -81,21 +102,17 @@ class Session:
                 self._add(start.stream, TOKEN, text, first=True, last=False)
                 self._deltas += [delta_bytes(start.stream, TOKEN, text, first=False, last=False)] * (tokens - 2)
                 self._add(start.stream, TOKEN, text, first=False, last=True)
-            self.filled.set()
+            loop.call_soon(self._write)
             return
         if pace_ms not in self._paced:
             self._paced[pace_ms] = {}
-            due = asyncio.get_running_loop().time() + pace_ms / 1000
-            asyncio.get_running_loop().call_at(due, self._step, pace_ms, due)
+            due = loop.time() + pace_ms / 1000
+            loop.call_at(due, self._step, pace_ms, due)
         self._paced[pace_ms][start.stream] = -tokens
-
-    def abort(self, stream: int) -> None:
-        for running in self._paced.values():
-            running.pop(stream, None)
 
     def _step(self, pace_ms: int, due: float) -> None:
         text = stamp()
-        running = self._paced[pace_ms]
+        running = self._paced.get(pace_ms, {})
         for stream, left in list(running.items()):
             more = abs(left) - 1
             self._add(stream, TOKEN, text, first=left < 0, last=not more)
@@ -103,60 +120,59 @@ class Session:
                 running[stream] = more
             else:
                 del running[stream]
-        self.filled.set()
+        self._write()
         if running:
             due += pace_ms / 1000
             asyncio.get_running_loop().call_at(due, self._step, pace_ms, due)
         else:
-            del self._paced[pace_ms]
+            self._paced.pop(pace_ms, None)
 
     def _add(self, stream: int, tokens: bytes, text: bytes, *, first: bool, last: bool) -> None:
         self._deltas.append(delta_bytes(stream, tokens, text, first=first, last=last))
 
 
 class Worker:
-    """What of the service a router and an indexer need; Attach answers with bytes."""
+    """What of the services a router, an indexer and a direct client need."""
 
     def __init__(self, record: Record) -> None:
         self._record = to_proto(record)
-
-    async def Attach(self, requests: AsyncIterator[worker_pb2.AttachRequest], context: Any) -> None:
-        await context.read()
-        welcome = worker_pb2.AttachResponse(welcome=worker_pb2.Welcome(record=self._record))
-        await context.write(welcome.SerializeToString())
-        session = Session()
-        writing = asyncio.create_task(self._write(session, context))
-        try:
-            while (message := await context.read()) is not grpc.aio.EOF:
-                if message.HasField("start"):
-                    session.start(message.start)
-                else:
-                    session.abort(message.abort.stream)
-        finally:
-            writing.cancel()
+        self.methods = {"/rankway.v1.Generation/Generate": self._generate}
+        self.streamed = {"/rankway.v1.Worker/Attach": lambda call: Session(call, self._record)}
 
     async def Snapshot(self, request: worker_pb2.SnapshotRequest, context: Any) -> AsyncIterator[worker_pb2.SnapshotResponse]:
         yield worker_pb2.SnapshotResponse(epoch=self._record.epoch)
 
-    async def _write(self, session: Session, context: Any) -> None:
-        while True:
-            await session.filled.wait()
-            await context.write(session.take())
-
-
-class Generation(generate_pb2_grpc.GenerationServicer):
-    async def Generate(self, request: generate_pb2.GenerateRequest, context: Any) -> None:
+    def _generate(self, call: Call, message: bytes) -> None:
+        request = generate_pb2.GenerateRequest.FromString(message)
+        send(call, routed=generate_pb2.Routed(worker_id="w"))
         pace_s, tokens = request.sampling.seed / 1000, request.sampling.max_tokens
-        await context.write(generate_pb2.GenerateResponse(routed=generate_pb2.Routed(worker_id="w")))
-        loop = asyncio.get_running_loop()
-        due = loop.time()
+        if pace_s > 0:
+            loop = asyncio.get_running_loop()
+            loop.call_at(loop.time() + pace_s, self._next, call, pace_s, tokens, loop.time() + pace_s)
+            return
         for _ in range(tokens):
-            if pace_s:
-                due += pace_s
-                await asyncio.sleep(due - loop.time())
-            delta = generate_pb2.Delta(text=stamp().decode(), token_ids=types_pb2.TokenIds(packed=TOKEN))
-            await context.write(generate_pb2.GenerateResponse(delta=delta))
-        await context.write(generate_pb2.GenerateResponse(finished=generate_pb2.Finished(reason=LENGTH)))
+            send_token(call)
+        finish(call)
+
+    def _next(self, call: Call, pace_s: float, left: int, due: float) -> None:
+        send_token(call)
+        if left > 1:
+            asyncio.get_running_loop().call_at(due + pace_s, self._next, call, pace_s, left - 1, due + pace_s)
+        else:
+            finish(call)
+
+
+def send(call: Call, **message: Any) -> None:
+    call.send(framed(generate_pb2.GenerateResponse(**message).SerializeToString()))
+
+
+def send_token(call: Call) -> None:
+    send(call, delta=generate_pb2.Delta(text=stamp().decode(), token_ids=types_pb2.TokenIds(packed=TOKEN)))
+
+
+def finish(call: Call) -> None:
+    send(call, finished=generate_pb2.Finished(reason=LENGTH))
+    call.finish()
 
 
 def record_of(worker_id: str, window: DpRange, data_parallel_size: int, port: int) -> Record:
@@ -183,21 +199,17 @@ def record_of(worker_id: str, window: DpRange, data_parallel_size: int, port: in
 
 async def main(worker_id: str, start_rank: int, size: int, data_parallel_size: int, port: int, registry: str) -> None:
     record = record_of(worker_id, DpRange(start_rank, size), data_parallel_size, port)
-    server = rpc.Server(["rankway.v1.Worker", "rankway.v1.Generation"])
+    endpoint = Endpoint(rpc.Server(["rankway.v1.Worker", "rankway.v1.Generation"]), Http2Limits())
     worker = Worker(record)
-    handlers = {
-        "Attach": grpc.stream_stream_rpc_method_handler(
-            worker.Attach, request_deserializer=worker_pb2.AttachRequest.FromString, response_serializer=None
-        ),
-        "Snapshot": grpc.unary_stream_rpc_method_handler(
-            worker.Snapshot,
-            request_deserializer=worker_pb2.SnapshotRequest.FromString,
-            response_serializer=worker_pb2.SnapshotResponse.SerializeToString,
-        ),
-    }
-    server.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("rankway.v1.Worker", handlers),))
-    generate_pb2_grpc.add_GenerationServicer_to_server(Generation(), server.grpc)
-    await server.start(f"127.0.0.1:{port}")
+    snapshot = grpc.unary_stream_rpc_method_handler(
+        worker.Snapshot,
+        request_deserializer=worker_pb2.SnapshotRequest.FromString,
+        response_serializer=worker_pb2.SnapshotResponse.SerializeToString,
+    )
+    handler = grpc.method_handlers_generic_handler("rankway.v1.Worker", {"Snapshot": snapshot})
+    endpoint.inner.grpc.add_generic_rpc_handlers((handler,))
+    await endpoint.bind(f"127.0.0.1:{port}")
+    await endpoint.start(worker.methods, worker.streamed)
     keeper = LeaseKeeper(RegistryClient([registry]), record)
     await keeper.register()
     await keeper.run()

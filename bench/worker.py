@@ -63,7 +63,7 @@ def started(stop: tuple[str, ...] = ()) -> tuple[SilentEngine, Outbox, Callable[
     engine: Any = SilentEngine()
     tokenizer = Tokenizer.byte_level()
     requests = Requests(engine, Limits("w", INFO, ("m",)), tokenizer, 10**9)
-    outbox = Outbox(tokenizer)
+    outbox = Outbox(tokenizer, lambda: None)
     prompt = array("I", [7]) * 1024
 
     def start() -> None:
@@ -83,7 +83,7 @@ def token_cost(stop: tuple[str, ...], steps: int = 500) -> float:
         for step in range(steps):
             for emit in emits:
                 emit(EngineOutput((97 + step % 26,)))
-            outbox.take().SerializeToString()
+            outbox.take()
 
     return least(work, steps * STREAMS)
 

@@ -18,11 +18,11 @@ import hpack
 from hpack.exceptions import HPACKError
 
 from rankway.errors import RankwayError
-from rankway.router import http2, steps
-from rankway.router.grpc_wire import MessageReader, framed
+from rankway.h2 import frames
+from rankway.h2.messages import MessageReader, framed
+from rankway.router import steps
 from rankway.rpc import MAX_MESSAGE_BYTES
 
-_FRAME = struct.Struct(">HBBBI")
 _SETTING = struct.Struct(">HI")
 _STREAM = 1
 _WINDOW = 16 * 2**20
@@ -72,10 +72,10 @@ class BidiCall(asyncio.Protocol):
         self._headers = hpack.Decoder(max_header_list_size=_MAX_HEADER_BLOCK)
         self._block: bytearray | None = None
         self._block_ends_stream = False
-        self._connection_room = http2.DEFAULT_WINDOW
-        self._stream_room = http2.DEFAULT_WINDOW
-        self._initial_room = http2.DEFAULT_WINDOW
-        self._frame_bytes = http2.FRAME_BYTES
+        self._connection_room = frames.DEFAULT_WINDOW
+        self._stream_room = frames.DEFAULT_WINDOW
+        self._initial_room = frames.DEFAULT_WINDOW
+        self._frame_bytes = frames.FRAME_BYTES
         self._paused = False
         self._waiting_bytes = 0
         self._unacknowledged = 0
@@ -107,16 +107,16 @@ class BidiCall(asyncio.Protocol):
     def close(self, reason: str = "closed") -> None:
         """Cancel the call and close the connection; `on_message` is called no more."""
         if not self.ended.done():
-            self._write_frame(http2.RST_STREAM, 0, _STREAM, struct.pack(">I", http2.CANCEL))
+            self._write_frame(frames.RST_STREAM, 0, _STREAM, struct.pack(">I", frames.CANCEL))
             self._end(reason)
 
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        self._transport.write(http2.PREFACE)
-        self._write_frame(http2.SETTINGS, 0, 0, _SETTING.pack(http2.INITIAL_WINDOW_SIZE, _WINDOW))
-        self._write_frame(http2.WINDOW_UPDATE, 0, 0, struct.pack(">I", _WINDOW - http2.DEFAULT_WINDOW))
+        self._transport.write(frames.PREFACE)
+        self._write_frame(frames.SETTINGS, 0, 0, _SETTING.pack(frames.INITIAL_WINDOW_SIZE, _WINDOW))
+        self._write_frame(frames.WINDOW_UPDATE, 0, 0, struct.pack(">I", _WINDOW - frames.DEFAULT_WINDOW))
         block = hpack.Encoder().encode(
             [
                 (":method", "POST"),
@@ -128,7 +128,7 @@ class BidiCall(asyncio.Protocol):
                 ("user-agent", "rankway"),
             ]
         )
-        self._write_frame(http2.HEADERS, http2.END_HEADERS, _STREAM, block)
+        self._write_frame(frames.HEADERS, frames.END_HEADERS, _STREAM, block)
         self._keepalive = asyncio.get_running_loop().call_later(KEEPALIVE_S, self._ping)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -158,16 +158,16 @@ class BidiCall(asyncio.Protocol):
         at, size = 0, len(buffer)
         try:
             while size - at >= 9 and not self.ended.done():
-                high, low, kind, flags, stream_id = _FRAME.unpack_from(buffer, at)
+                high, low, kind, flags, stream_id = frames.HEADER.unpack_from(buffer, at)
                 begin = at + 9
                 end = begin + (high << 8 | low)
-                if end - begin > http2.FRAME_BYTES:
+                if end - begin > frames.FRAME_BYTES:
                     raise CallFailed(f"a frame of {end - begin} bytes")
                 if end > size:
                     break
                 at = end
                 self._on_frame(kind, flags, stream_id & 0x7FFF_FFFF, buffer[begin:end])
-        except (CallFailed, RankwayError, http2.ConnectionError_, HPACKError, struct.error) as error:
+        except (CallFailed, RankwayError, frames.ConnectionError_, HPACKError, struct.error) as error:
             self._end(f"broken protocol: {error}")
         self._buffer = buffer[at:]
         self._within = bool(self._buffer) or self._block is not None or self._messages.held > 0
@@ -175,37 +175,37 @@ class BidiCall(asyncio.Protocol):
     # Frames
 
     def _on_frame(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
-        if self._block is not None and kind != http2.CONTINUATION:
+        if self._block is not None and kind != frames.CONTINUATION:
             raise CallFailed("a header block was not finished")
-        if stream_id not in (0, _STREAM) or (stream_id == 0 and kind in (http2.DATA, http2.HEADERS, http2.RST_STREAM)):
+        if stream_id not in (0, _STREAM) or (stream_id == 0 and kind in (frames.DATA, frames.HEADERS, frames.RST_STREAM)):
             raise CallFailed(f"a frame of kind {kind} on stream {stream_id}")
-        if kind == http2.DATA:
+        if kind == frames.DATA:
             self._on_data(flags, payload)
-        elif kind == http2.HEADERS:
-            self._block = bytearray(http2.header_fragment(flags, payload))
-            self._block_ends_stream = bool(flags & http2.END_STREAM)
+        elif kind == frames.HEADERS:
+            self._block = bytearray(frames.header_fragment(flags, payload))
+            self._block_ends_stream = bool(flags & frames.END_STREAM)
             self._on_block(flags)
-        elif kind == http2.CONTINUATION:
+        elif kind == frames.CONTINUATION:
             if self._block is None or len(self._block) > _MAX_HEADER_BLOCK:
                 raise CallFailed("a header block out of place or without end")
             self._block += payload
             self._on_block(flags)
-        elif kind == http2.WINDOW_UPDATE:
+        elif kind == frames.WINDOW_UPDATE:
             (more,) = struct.unpack(">I", payload)
             if stream_id:
                 self._stream_room += more & 0x7FFF_FFFF
             else:
                 self._connection_room += more & 0x7FFF_FFFF
-            if max(self._stream_room, self._connection_room) > http2.MAX_WINDOW:
+            if max(self._stream_room, self._connection_room) > frames.MAX_WINDOW:
                 raise CallFailed("a window overflows")
             self._flush()
-        elif kind == http2.SETTINGS and not flags & http2.ACK:
+        elif kind == frames.SETTINGS and not flags & frames.ACK:
             self._on_settings(payload)
-        elif kind == http2.PING:
+        elif kind == frames.PING:
             self._on_ping(flags, payload)
-        elif kind == http2.RST_STREAM:
+        elif kind == frames.RST_STREAM:
             self._end(f"the server reset the stream, HTTP/2 code {struct.unpack('>I', payload)[0]}")
-        elif kind == http2.GOAWAY:
+        elif kind == frames.GOAWAY:
             # With code 0 the server drains: what runs on this stream ends there, in its time.
             last, code = struct.unpack(">II", payload[:8])
             if code or last & 0x7FFF_FFFF < _STREAM:
@@ -214,11 +214,11 @@ class BidiCall(asyncio.Protocol):
 
     def _on_data(self, flags: int, payload: bytes) -> None:
         self._acknowledge(len(payload))
-        for message in self._messages.feed(http2.unpadded(flags, payload)):
+        for message in self._messages.feed(frames.unpadded(flags, payload)):
             self._on_message(message)
             if self.ended.done():
                 return
-        if flags & http2.END_STREAM:
+        if flags & frames.END_STREAM:
             self._end("the server ended the stream without a status")
 
     def _acknowledge(self, size: int) -> None:
@@ -226,12 +226,12 @@ class BidiCall(asyncio.Protocol):
         self._unacknowledged += size
         if self._unacknowledged > _WINDOW // 4:
             more = struct.pack(">I", self._unacknowledged)
-            self._write_frame(http2.WINDOW_UPDATE, 0, 0, more)
-            self._write_frame(http2.WINDOW_UPDATE, 0, _STREAM, more)
+            self._write_frame(frames.WINDOW_UPDATE, 0, 0, more)
+            self._write_frame(frames.WINDOW_UPDATE, 0, _STREAM, more)
             self._unacknowledged = 0
 
     def _on_block(self, flags: int) -> None:
-        if not flags & http2.END_HEADERS or self._block is None:
+        if not flags & frames.END_HEADERS or self._block is None:
             return
         pairs = self._headers.decode(bytes(self._block), raw=True)
         headers = {str(name, "latin-1"): str(value, "latin-1") for name, value in pairs}
@@ -249,29 +249,29 @@ class BidiCall(asyncio.Protocol):
     def _on_settings(self, payload: bytes) -> None:
         for at in range(0, len(payload), 6):
             name, value = _SETTING.unpack_from(payload, at)
-            if name == http2.INITIAL_WINDOW_SIZE:
-                if value > http2.MAX_WINDOW:
+            if name == frames.INITIAL_WINDOW_SIZE:
+                if value > frames.MAX_WINDOW:
                     raise CallFailed(f"a window of {value}")
                 self._stream_room += value - self._initial_room
                 self._initial_room = value
-            elif name == http2.MAX_FRAME_SIZE:
-                if value < http2.FRAME_BYTES:
+            elif name == frames.MAX_FRAME_SIZE:
+                if value < frames.FRAME_BYTES:
                     raise CallFailed(f"a frame size of {value}")
                 self._frame_bytes = min(value, 2**20)
-        self._write_frame(http2.SETTINGS, http2.ACK, 0)
+        self._write_frame(frames.SETTINGS, frames.ACK, 0)
         self._flush()
 
     def _on_ping(self, flags: int, payload: bytes) -> None:
         if len(payload) != 8:
             raise CallFailed("a ping that is none")
-        if not flags & http2.ACK:
-            self._write_frame(http2.PING, http2.ACK, 0, payload)
+        if not flags & frames.ACK:
+            self._write_frame(frames.PING, frames.ACK, 0, payload)
             return
         self._set_keepalive(KEEPALIVE_S, self._ping)
 
     def _ping(self) -> None:
         self._heard = False
-        self._write_frame(http2.PING, 0, 0, b"rankway\0")
+        self._write_frame(frames.PING, 0, 0, b"rankway\0")
         self._set_keepalive(KEEPALIVE_TIMEOUT_S, self._no_pong)
 
     def _no_pong(self) -> None:
@@ -299,7 +299,7 @@ class BidiCall(asyncio.Protocol):
             self._connection_room -= len(part)
             self._stream_room -= len(part)
             self._waiting_bytes -= len(part)
-            self._write_frame(http2.DATA, 0, _STREAM, bytes(part))
+            self._write_frame(frames.DATA, 0, _STREAM, bytes(part))
             if len(part) == len(data):
                 waiting.popleft()
             else:
@@ -307,7 +307,7 @@ class BidiCall(asyncio.Protocol):
 
     def _write_frame(self, kind: int, flags: int, stream_id: int, payload: bytes = b"") -> None:
         size = len(payload)
-        self._transport.write(_FRAME.pack(size >> 8, size & 0xFF, kind, flags, stream_id) + payload)
+        self._transport.write(frames.HEADER.pack(size >> 8, size & 0xFF, kind, flags, stream_id) + payload)
 
     def _end(self, reason: str) -> None:
         if self._keepalive is not None:

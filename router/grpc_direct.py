@@ -1,4 +1,4 @@
-"""Generate, Route and Release on `GrpcServer`: the grpcio servicers' answers, with nothing between dispatcher and transport."""
+"""Generate, Route and Release on `h2.server`: the grpcio servicers' answers, with nothing between dispatcher and transport."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from rankway.errors import InvalidField, Overloaded, RankwayError
-from rankway.router import drafts, grpc_wire
+from rankway.h2 import messages
+from rankway.h2.calls import Call, Method
+from rankway.router import drafts
 from rankway.router.grpc_generation import GenerationServicer, delta_message, finished_message, routed_message
 from rankway.router.grpc_router import RouterServicer
-from rankway.router.grpc_server import Call, Method
 from rankway.router.requests import Outcome, Routed, RouterRequest
 from rankway.v1 import generate_pb2, router_pb2, worker_pb2
 
@@ -86,18 +87,18 @@ class DirectSink:
         generation.active += 1
 
     def routed(self, routed: Routed) -> None:
-        self._call.send(grpc_wire.framed(routed_message(self._request, routed).SerializeToString()))
+        self._call.send(messages.framed(routed_message(self._request, routed).SerializeToString()))
 
     def delta(self, delta: worker_pb2.StepDelta) -> None:
         tokens, text = delta.tokens, delta.text.encode()
-        if grpc_wire.is_short(delta, tokens, text):
-            self._call.send(grpc_wire.short_delta(tokens, text))
+        if is_short(delta, tokens, text):
+            self._call.send(short_delta(tokens, text))
         else:
-            self._call.send(grpc_wire.framed(delta_message(delta).SerializeToString()))
+            self._call.send(messages.framed(delta_message(delta).SerializeToString()))
 
     def finished(self, outcome: Outcome) -> None:
         self._generation.active -= 1
-        self._call.send(grpc_wire.framed(finished_message(outcome).SerializeToString()))
+        self._call.send(messages.framed(finished_message(outcome).SerializeToString()))
         self._call.finish()
 
     def failed(self, error: RankwayError) -> None:
@@ -110,12 +111,25 @@ class DirectSink:
         self.cancel()
 
 
+def short_delta(tokens: bytes, text: bytes) -> bytes:
+    """A framed GenerateResponse with a Delta of choice 0 that has nothing but these; both shorter than 100 bytes together."""
+    size, chars = len(tokens), len(text)
+    ids = b"\x12%c\x12%c%b" % (size + 2, size, tokens)
+    body = b"%b\x1a%c%b" % (ids, chars, text) if chars else ids
+    return b"\x00\x00\x00\x00%c\x12%c%b" % (len(body) + 2, len(body), body)
+
+
+def is_short(delta: worker_pb2.StepDelta, tokens: bytes, text: bytes) -> bool:
+    """Whether `short_delta` can carry it."""
+    return len(tokens) + len(text) < 100 and not delta.index and not delta.finish_reason and not delta.logprobs
+
+
 def _nothing() -> None:
     pass
 
 
 def _answer(call: Call, message: Message) -> None:
-    call.send(grpc_wire.framed(message.SerializeToString()))
+    call.send(messages.framed(message.SerializeToString()))
     call.finish()
 
 

@@ -1,19 +1,22 @@
 """`Worker.Attach`: one stream per router, one message per engine step.
 
-A session reads Start and Abort in one task and writes in another. Deltas go into the message that is being filled; the writer
-takes it when the one before is on its way, so what one step of the engine (or one pass of the event loop) brings leaves together.
+A session answers on the transport itself, without a task. Deltas go into the message that is being filled, which is sent at the
+end of the turn of the event loop: what one step of the engine brings leaves together. While the router doesn't read, the message
+grows.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import grpc.aio
+from google.protobuf.message import DecodeError
 
 from rankway import logs, sampling
 from rankway.blocks import pack_tokens, unpack_tokens
 from rankway.errors import EngineFailed, InvalidField, Mismatch, Overloaded, RankwayError
+from rankway.h2.calls import Call
+from rankway.h2.messages import framed
 from rankway.tokenizer import Tokenizer
 from rankway.v1 import registry_pb2, types_pb2, worker_pb2
 from rankway.worker.engine import Finish, Logprob
@@ -25,8 +28,6 @@ HELLO_TIMEOUT_S = 10.0
 
 MAX_PENDING_TOKENS = 262_144
 """Tokens that may wait for a router that doesn't read; beyond, it is cut off (its requests move to other targets)."""
-
-Context = grpc.aio.ServicerContext[worker_pb2.AttachRequest, worker_pb2.AttachResponse]
 
 FINISH_REASONS = {
     Finish.STOP: types_pb2.FINISH_REASON_STOP,
@@ -49,29 +50,34 @@ def logprobs_to_proto(logprobs: Sequence[Logprob], tokenizer: Tokenizer) -> list
 
 
 class Outbox:
-    """The message under construction: the `Receiver` of a session's requests."""
+    """The message under construction: the `Receiver` of a session's requests.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.filled = asyncio.Event()
-        """Set while there is something to write."""
-        self.overflowed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done once the router has fallen too far behind."""
+    Args:
+        filled: called whenever there is something more to send.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, filled: Callable[[], None]) -> None:
         self.running: dict[int, Running] = {}
         """The session's requests by stream."""
+        self.pending_tokens = 0
+        """What has come since `take`, with one more for each delta."""
         self._tokenizer = tokenizer
+        self._filled = filled
         self._message = worker_pb2.AttachResponse()
         self._deltas = self._message.step.deltas
         self._latest: dict[tuple[int, int], worker_pb2.StepDelta] = {}
-        self._pending_tokens = 0
 
-    def take(self) -> worker_pb2.AttachResponse:
+    def __bool__(self) -> bool:
+        """Whether there is anything to send."""
+        return len(self._deltas) > 0
+
+    def take(self) -> bytes:
         """The message, complete; a new one begins."""
-        message = self._message
+        message = self._message.SerializeToString()
         self._message = worker_pb2.AttachResponse()
         self._deltas = self._message.step.deltas
         self._latest = {}
-        self._pending_tokens = 0
-        self.filled.clear()
+        self.pending_tokens = 0
         return message
 
     def delta(
@@ -92,7 +98,7 @@ class Outbox:
             if cached_tokens is not None:
                 entry.cached_tokens = cached_tokens
         else:
-            # The writer hasn't taken the choice's delta before: it grows.
+            # The choice's delta before hasn't been sent: it grows.
             entry.tokens += packed
             entry.text += text
             if cached_tokens is not None:
@@ -101,86 +107,93 @@ class Outbox:
             entry.logprobs.extend(logprobs_to_proto(logprobs, self._tokenizer))
         if finish is not None:
             entry.finish_reason = FINISH_REASONS[finish]
-        self._pending_tokens += 1 + len(tokens)
-        if self._pending_tokens > MAX_PENDING_TOKENS and not self.overflowed.done():
-            self.overflowed.set_result(None)
-        self.filled.set()
+        self.pending_tokens += 1 + len(tokens)
+        self._filled()
 
     def failed(self, stream: int, error: RankwayError) -> None:
         entry = self._deltas.add(stream=stream)
         entry.error.code = error.code.value[0]
         entry.error.message = error.message
-        self.filled.set()
+        self._filled()
 
     def ended(self, stream: int) -> None:
         self.running.pop(stream, None)
 
 
 class Session:
-    """One Attach: a router's requests live and die with it."""
+    """One Attach: a router's requests live and die with it. Ends when the router ends its side.
 
-    def __init__(self, requests: Requests, record: registry_pb2.WorkerRecord) -> None:
+    The call ends with Mismatch when Hello names another epoch, with InvalidField without a Hello, with Overloaded when the router
+    doesn't read.
+    """
+
+    def __init__(self, call: Call, requests: Requests, record: registry_pb2.WorkerRecord) -> None:
+        self._call = call
         self._requests = requests
         self._record = record
-        self._outbox = Outbox(requests.tokenizer)
+        self._outbox = Outbox(requests.tokenizer, self._filled)
+        self._router_id: str | None = None
+        self._loop = asyncio.get_running_loop()
+        self._hello_timer = self._loop.call_later(HELLO_TIMEOUT_S, self._no_hello)
+        self._due = False
+        """Whether `_write` or `_cut_off` will be called in this turn of the event loop."""
+        call.on_gone = self._detach
+        call.on_room = self._write
+        call.begin()
 
-    async def serve(self, context: Context) -> None:
-        """Serve until the router ends its side.
-
-        Raises:
-            Mismatch: Hello names another epoch. InvalidField: no Hello. Overloaded: the router doesn't read.
-        """
-        router_id = await self._hello(context)
-        await context.write(worker_pb2.AttachResponse(welcome=worker_pb2.Welcome(record=self._record)))
-        log.info("router attached", router_id=router_id)
-        tasks: list[asyncio.Task[None]] = [
-            asyncio.create_task(self._read(context)),
-            asyncio.create_task(self._write(context)),
-        ]
+    def on_message(self, message: bytes) -> None:
         try:
-            await asyncio.wait((*tasks, self._outbox.overflowed), return_when=asyncio.FIRST_COMPLETED)
-            if self._outbox.overflowed.done():
-                raise Overloaded(f"router {router_id} doesn't read its steps")
-            for task in tasks:
-                if task.done():
-                    task.result()
-        finally:
-            aborted = self._abort_all()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            log.info("router detached", router_id=router_id, aborted_requests=aborted)
+            request = worker_pb2.AttachRequest.FromString(message)
+        except DecodeError:
+            raise InvalidField("message", f"{len(message)} bytes", "is no AttachRequest") from None
+        kind = request.WhichOneof("message")
+        if self._router_id is None:
+            self._greet(request)
+        elif kind == "start":
+            self._start(request.start)
+        elif kind == "abort":
+            self._abort(request.abort.stream)
+        else:
+            raise InvalidField("message", kind, "only Start and Abort follow Hello")
 
-    async def _hello(self, context: Context) -> str:
-        try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
-                message = await context.read()
-        except TimeoutError:
-            raise InvalidField("hello", "nothing", f"no Hello within {HELLO_TIMEOUT_S:.0f} s") from None
-        if not isinstance(message, worker_pb2.AttachRequest) or message.WhichOneof("message") != "hello":
+    def on_end(self) -> None:
+        self._detach()
+        self._call.finish()
+
+    def _greet(self, request: worker_pb2.AttachRequest) -> None:
+        if request.WhichOneof("message") != "hello":
             raise InvalidField("hello", "absent", "the first message of an Attach is Hello")
-        if message.hello.epoch != self._record.epoch:
-            raise Mismatch(f"epoch={message.hello.epoch}: this is worker {self._record.worker_id} of epoch {self._record.epoch}")
-        return str(message.hello.router_id)
+        hello = request.hello
+        if hello.epoch != self._record.epoch:
+            raise Mismatch(f"epoch={hello.epoch}: this is worker {self._record.worker_id} of epoch {self._record.epoch}")
+        self._hello_timer.cancel()
+        self._router_id = hello.router_id
+        welcome = worker_pb2.AttachResponse(welcome=worker_pb2.Welcome(record=self._record))
+        self._call.send(framed(welcome.SerializeToString()))
+        log.info("router attached", router_id=self._router_id)
 
-    async def _read(self, context: Context) -> None:
-        while True:
-            message = await context.read()
-            if not isinstance(message, worker_pb2.AttachRequest):
-                return  # the router has ended its side
-            kind = message.WhichOneof("message")
-            if kind == "start":
-                self._start(message.start)
-            elif kind == "abort":
-                self._abort(message.abort.stream)
-            else:
-                raise InvalidField("message", kind, "only Start and Abort follow Hello")
+    def _no_hello(self) -> None:
+        self._call.abandon(InvalidField("hello", "nothing", f"no Hello within {HELLO_TIMEOUT_S:.0f} s"))
 
-    async def _write(self, context: Context) -> None:
-        outbox = self._outbox
-        while True:
-            await outbox.filled.wait()
-            await context.write(outbox.take())
+    def _filled(self) -> None:
+        if self._due:
+            return
+        if self._call.clear:
+            # What the rest of this turn brings leaves with it.
+            self._loop.call_soon(self._write)
+            self._due = True
+        elif self._outbox.pending_tokens > MAX_PENDING_TOKENS:
+            # Not at once: requests can't be aborted in the middle of their delta.
+            self._loop.call_soon(self._cut_off)
+            self._due = True
+
+    def _write(self) -> None:
+        self._due = False
+        if self._outbox and not self._call.over:
+            self._call.send(framed(self._outbox.take()))
+
+    def _cut_off(self) -> None:
+        self._call.abandon(Overloaded(f"router {self._router_id} doesn't read its steps"))
 
     def _start(self, start: worker_pb2.Start) -> None:
         try:
@@ -202,11 +215,15 @@ class Session:
         if running is not None:
             running.abort()
 
-    def _abort_all(self) -> int:
+    def _detach(self) -> None:
+        """The router has gone or is given up: nobody waits for its requests."""
+        self._hello_timer.cancel()
+        self._due = True  # nothing is written any more
         alive = list(self._outbox.running.values())
         for running in alive:
             running.abort()
-        return len(alive)
+        if self._router_id is not None:
+            log.info("router detached", router_id=self._router_id, aborted_requests=len(alive))
 
 
 def order_from_start(start: worker_pb2.Start) -> Order:

@@ -6,13 +6,15 @@ import asyncio
 import json
 import uuid
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rankway import sampling
 from rankway.blocks import pack_tokens, unpack_tokens
 from rankway.errors import InvalidField, NotFound, RankwayError
+from rankway.h2.calls import Call
+from rankway.h2.messages import framed
 from rankway.tokenizer import Tokenizer
 from rankway.v1 import generate_pb2, types_pb2
 from rankway.worker.attach import FINISH_REASONS, logprobs_to_proto
@@ -34,17 +36,22 @@ class _Pending:
     finish: Finish | None = None
 
 
-class Collector:
-    """The `Receiver` of one call. A slow client's deltas are merged: what waits is at most the request's own output."""
+class GenerateCall:
+    """The `Receiver` of one Generate. A slow client's deltas are merged: what waits is at most the request's own output."""
 
-    def __init__(self) -> None:
+    def __init__(self, call: Call, tokenizer: Tokenizer, prompt_tokens: int) -> None:
+        self._call = call
+        self._tokenizer = tokenizer
+        self._prompt_tokens = prompt_tokens
         self._pending: dict[int, _Pending] = {}
-        self._filled = asyncio.Event()
+        self._due = False
+        """Whether `_write` will be called in this turn of the event loop."""
         self._error: RankwayError | None = None
         self._over = False
-        self.reasons: dict[int, Finish] = {}
-        self.completion_tokens = 0
-        self.cached_tokens = 0
+        self._reasons: dict[int, Finish] = {}
+        self._completion_tokens = 0
+        self._cached_tokens = 0
+        call.on_room = self._write
 
     def delta(
         self,
@@ -61,42 +68,64 @@ class Collector:
         pending.text += text
         pending.logprobs.extend(logprobs)
         pending.finish = finish
-        self.completion_tokens += len(tokens)
+        self._completion_tokens += len(tokens)
         if cached_tokens is not None and index == 0:
             # The n choices share one prompt, and the later ones find what the first has computed: usage counts it once.
-            self.cached_tokens = cached_tokens
+            self._cached_tokens = cached_tokens
         if finish is not None:
-            self.reasons[index] = finish
-        self._filled.set()
+            self._reasons[index] = finish
+        self._filled()
 
     def failed(self, stream: int, error: RankwayError) -> None:
         self._error = error
-        self._filled.set()
+        self._filled()
 
     def ended(self, stream: int) -> None:
         self._over = True
-        self._filled.set()
+        self._filled()
 
-    async def deltas(self, tokenizer: Tokenizer) -> AsyncIterator[generate_pb2.Delta]:
-        """The choices' deltas until all have finished. Raises the RankwayError that the request failed with."""
-        while True:
-            await self._filled.wait()
-            self._filled.clear()
-            pending, self._pending = self._pending, {}
-            for index, part in sorted(pending.items()):
-                yield generate_pb2.Delta(
-                    index=index,
-                    token_ids=types_pb2.TokenIds(packed=pack_tokens(part.tokens)),
-                    text=part.text,
-                    logprobs=logprobs_to_proto(part.logprobs, tokenizer),
-                    finish_reason=types_pb2.FINISH_REASON_UNSPECIFIED if part.finish is None else FINISH_REASONS[part.finish],
-                )
-            if self._pending:
-                continue  # more came while the client was written to
-            if self._error is not None:
-                raise self._error
-            if self._over:
-                return
+    def _filled(self) -> None:
+        if not self._due and self._call.clear:
+            self._due = True
+            asyncio.get_running_loop().call_soon(self._write)
+
+    def _write(self) -> None:
+        """Send what there is, and the end after it."""
+        self._due = False
+        if self._call.over:
+            return
+        pending, self._pending = self._pending, {}
+        for index, part in sorted(pending.items()):
+            self._send(delta=self._delta(index, part))
+        if self._error is not None:
+            self._call.finish(self._error)
+        elif self._over:
+            self._send(finished=self._finished())
+            self._call.finish()
+
+    def _send(self, **message: Any) -> None:
+        self._call.send(framed(generate_pb2.GenerateResponse(**message).SerializeToString()))
+
+    def _delta(self, index: int, part: _Pending) -> generate_pb2.Delta:
+        return generate_pb2.Delta(
+            index=index,
+            token_ids=types_pb2.TokenIds(packed=pack_tokens(part.tokens)),
+            text=part.text,
+            logprobs=logprobs_to_proto(part.logprobs, self._tokenizer),
+            finish_reason=types_pb2.FINISH_REASON_UNSPECIFIED if part.finish is None else FINISH_REASONS[part.finish],
+        )
+
+    def _finished(self) -> generate_pb2.Finished:
+        reasons = [FINISH_REASONS[reason] for _, reason in sorted(self._reasons.items())]
+        return generate_pb2.Finished(
+            reason=reasons[0],
+            reasons=reasons,
+            usage=types_pb2.Usage(
+                prompt_tokens=self._prompt_tokens,
+                completion_tokens=self._completion_tokens,
+                cached_tokens=self._cached_tokens,
+            ),
+        )
 
 
 async def order_from_request(
@@ -163,17 +192,3 @@ def _message(message: types_pb2.ChatMessage) -> dict[str, str]:
 async def _in_thread_if_long(characters: int, encode: Any, *arguments: Any) -> array[int]:
     tokens: array[int] = encode(*arguments) if characters <= INLINE_CHARS else await asyncio.to_thread(encode, *arguments)
     return tokens
-
-
-def finished(collector: Collector, prompt_tokens: int) -> generate_pb2.Finished:
-    """The last message of a stream."""
-    reasons = [FINISH_REASONS[reason] for _, reason in sorted(collector.reasons.items())]
-    return generate_pb2.Finished(
-        reason=reasons[0],
-        reasons=reasons,
-        usage=types_pb2.Usage(
-            prompt_tokens=prompt_tokens,
-            completion_tokens=collector.completion_tokens,
-            cached_tokens=collector.cached_tokens,
-        ),
-    )

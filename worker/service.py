@@ -12,18 +12,20 @@ from prometheus_client import CollectorRegistry
 
 from rankway import logs, rpc, service
 from rankway.errors import EngineFailed
+from rankway.h2.connection import Http2Limits
+from rankway.h2.endpoint import Endpoint
 from rankway.ranks import Instance
 from rankway.registry.client import LeaseKeeper, RegistryClient
 from rankway.registry.records import Record, State
 from rankway.tokenizer import Tokenizer
-from rankway.v1 import generate_pb2_grpc, worker_pb2_grpc
+from rankway.v1 import worker_pb2_grpc
 from rankway.worker.engine import Engine, EngineInfo
 from rankway.worker.engines import build_engine, load_tokenizer
 from rankway.worker.intake import Limits
 from rankway.worker.metrics import WorkerCollector
 from rankway.worker.publisher import Publisher
 from rankway.worker.requests import Requests
-from rankway.worker.servicer import SERVICE_NAMES, GenerationServicer, WorkerServicer
+from rankway.worker.servicer import SERVICE_NAMES, DirectMethods, WorkerServicer
 from rankway.worker.settings import WorkerSettings
 
 log = logs.get("worker")
@@ -63,9 +65,9 @@ async def run(settings: WorkerSettings, *, ready: service.Ready, stop: asyncio.E
         tokenizer = await asyncio.to_thread(load_tokenizer, info.tokenizer_directory or settings.model)
         publisher.open(info, engine.loads)
         # The port is part of the record that the services hand out, so it is bound before they exist.
-        server = rpc.Server(SERVICE_NAMES)
+        server = Endpoint(rpc.Server(SERVICE_NAMES), Http2Limits())
         host, _, _ = settings.grpc_listen.rpartition(":")
-        port = server.bind(settings.grpc_listen)
+        port = await server.bind(settings.grpc_listen)
         endpoint = settings.advertise_endpoint or _reachable(host, port)
         worker = _Worker(settings, instance, engine, info, tokenizer, publisher, server, endpoint)
         try:
@@ -91,7 +93,7 @@ class _Worker:
         info: EngineInfo,
         tokenizer: Tokenizer,
         publisher: Publisher,
-        server: rpc.Server,
+        server: Endpoint,
         endpoint: str,
     ) -> None:
         self._settings = settings
@@ -116,13 +118,11 @@ class _Worker:
         Raises:
             OSError: that address can't be had.
         """
-        generate_pb2_grpc.add_GenerationServicer_to_server(
-            GenerationServicer(self._requests, self._instance.worker_id, self._settings.dp_group), self._server.grpc
-        )
-        worker_pb2_grpc.add_WorkerServicer_to_server(
-            WorkerServicer(self._engine, self._requests, self._publisher, self._keeper, self._leave), self._server.grpc
-        )
-        await self._server.start()
+        # Its Attach is never called: that is answered in front of it.
+        servicer = WorkerServicer(self._engine, self._requests, self._publisher, self._keeper, self._leave)  # type: ignore[abstract]
+        worker_pb2_grpc.add_WorkerServicer_to_server(servicer, self._server.inner.grpc)
+        direct = DirectMethods(self._requests, lambda: self._keeper.record)
+        await self._server.start(direct.methods, direct.streamed)
         registry = CollectorRegistry()
         registry.register(WorkerCollector(self._instance.worker_id, self._publisher, self._requests))
         metrics_host, _, metrics_port = self._settings.metrics_listen.rpartition(":")

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from rankway import logs, rpc
 from rankway.blocks import pack_hashes
-from rankway.errors import EngineFailed, Mismatch, RankwayError
+from rankway.errors import InvalidField, Mismatch
+from rankway.h2.calls import Call, Method, StreamedMethod
+from rankway.h2.messages import framed
 from rankway.ranks import GlobalRank
 from rankway.registry import records
 from rankway.registry.client import LeaseKeeper
-from rankway.v1 import generate_pb2, generate_pb2_grpc, worker_pb2, worker_pb2_grpc
+from rankway.registry.records import Record
+from rankway.v1 import generate_pb2, worker_pb2, worker_pb2_grpc
 from rankway.worker.attach import Session
 from rankway.worker.engine import Engine
-from rankway.worker.generate import Collector, finished, order_from_request
+from rankway.worker.generate import GenerateCall, order_from_request
 from rankway.worker.publisher import Publisher
 from rankway.worker.requests import Requests
 
@@ -30,40 +33,50 @@ SERVICE_NAMES = ("rankway.v1.Worker", "rankway.v1.Generation")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class GenerationServicer(generate_pb2_grpc.GenerationServicer):
-    """Clients that talk to the worker itself."""
+class DirectMethods:
+    """Attach and Generate, straight on the transport (`h2.server`).
 
-    def __init__(self, requests: Requests, worker_id: str, dp_group: str) -> None:
+    Args:
+        record: the worker's record as it is now.
+    """
+
+    def __init__(self, requests: Requests, record: Callable[[], Record]) -> None:
         self._requests = requests
-        self._worker_id = worker_id
-        self._dp_group = dp_group
+        self._record = record
 
-    @rpc.stream
-    async def Generate(
-        self, request: generate_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[generate_pb2.GenerateResponse]:
-        order = await order_from_request(request, self._requests, self._worker_id, self._dp_group, context.time_remaining())
-        collector = Collector()
-        running = self._requests.start(order, collector)
+    @property
+    def methods(self) -> Mapping[str, Method]:
+        return {"/rankway.v1.Generation/Generate": self._generate}
+
+    @property
+    def streamed(self) -> Mapping[str, StreamedMethod]:
+        return {"/rankway.v1.Worker/Attach": self._attach}
+
+    def _attach(self, call: Call) -> Session:
+        return Session(call, self._requests, records.to_proto(self._record()))
+
+    def _generate(self, call: Call, message: bytes) -> None:
         try:
-            yield generate_pb2.GenerateResponse(
-                routed=generate_pb2.Routed(
-                    request_id=order.request_id,
-                    worker_id=self._worker_id,
-                    dp_rank=order.dp_rank,
-                    prompt_tokens=len(order.prompt),
-                )
-            )
-            async for delta in collector.deltas(self._requests.tokenizer):
-                yield generate_pb2.GenerateResponse(delta=delta)
-            yield generate_pb2.GenerateResponse(finished=finished(collector, len(order.prompt)))
-        finally:
-            # The client may have gone at any of the yields.
-            running.abort()
+            request = generate_pb2.GenerateRequest.FromString(message)
+        except DecodeError:
+            raise InvalidField("message", f"{len(message)} bytes", "is no GenerateRequest") from None
+        call.begin()
+        call.spawn(self._start(call, request))
+
+    async def _start(self, call: Call, request: generate_pb2.GenerateRequest) -> None:
+        record = self._record()
+        timeout_s = None if call.deadline is None else call.deadline - asyncio.get_running_loop().time()
+        order = await order_from_request(request, self._requests, record.worker_id, record.dp_group, timeout_s)
+        running = self._requests.start(order, GenerateCall(call, self._requests.tokenizer, len(order.prompt)))
+        call.on_gone = running.abort
+        routed = generate_pb2.Routed(
+            request_id=order.request_id, worker_id=record.worker_id, dp_rank=order.dp_rank, prompt_tokens=len(order.prompt)
+        )
+        call.send(framed(generate_pb2.GenerateResponse(routed=routed).SerializeToString()))
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """Routers, indexers and operators."""
+    """What indexers and operators call, on grpcio's server."""
 
     def __init__(
         self,
@@ -78,22 +91,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._publisher = publisher
         self._keeper = keeper
         self._leave = leave
-
-    async def Attach(  # type: ignore[override]  # grpc.aio takes handlers that read and write the context, too
-        self, requests: AsyncIterator[worker_pb2.AttachRequest], context: Context
-    ) -> None:
-        try:
-            await context.send_initial_metadata(())
-            await Session(self._requests, records.to_proto(self._keeper.record)).serve(context)
-        except RankwayError as error:
-            await rpc.abort(context, error)
-        except asyncio.CancelledError:
-            await context.abort(grpc.StatusCode.CANCELLED, "cancelled")
-        except grpc.aio.AbortError:
-            raise
-        except Exception:
-            log.exception("handler failed", method="Attach")
-            await rpc.abort(context, EngineFailed("internal error in Attach"))
 
     @rpc.stream
     async def Snapshot(self, request: worker_pb2.SnapshotRequest, context: Context) -> AsyncIterator[worker_pb2.SnapshotResponse]:

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankway import rpc
-from rankway.router import attach_wire, http2
+from rankway.h2 import frames
+from rankway.router import attach_wire
 from rankway.router.attach_wire import BidiCall, CallFailed
 
 PATH = "/rankway.test.Echo/Talk"
@@ -50,7 +51,7 @@ class Peer:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.writers.append(writer)
-        writer.write(frame(http2.SETTINGS))
+        writer.write(frame(frames.SETTINGS))
         while data := await reader.read(2**16):
             self.received += data
         writer.close()
@@ -60,7 +61,7 @@ class Peer:
 
     def frames(self) -> list[tuple[int, int, bytes]]:
         """(kind, flags, payload) of what the client has sent after its preface."""
-        at, found = len(http2.PREFACE), []
+        at, found = len(frames.PREFACE), []
         while at + 9 <= len(self.received):
             size = int.from_bytes(self.received[at : at + 3], "big")
             found.append((self.received[at + 3], self.received[at + 4], bytes(self.received[at + 9 : at + 9 + size])))
@@ -179,8 +180,8 @@ async def test_keepalive(monkeypatch: pytest.MonkeyPatch) -> None:
     async with peer() as (endpoint, server):
         call = await BidiCall.open(endpoint, PATH, lambda _: None)
         for number in range(1, 4):
-            await eventually(lambda: sum(kind == http2.PING for kind, _, _ in server.frames()) == number)  # noqa: B023
-            server.send(frame(http2.PING, b"rankway\0", http2.ACK))
+            await eventually(lambda: sum(kind == frames.PING for kind, _, _ in server.frames()) == number)  # noqa: B023
+            server.send(frame(frames.PING, b"rankway\0", frames.ACK))
         assert "no answer to a ping" in await asyncio.wait_for(call.ended, 5)
 
 
@@ -189,9 +190,9 @@ async def test_pings_are_answered() -> None:
     async with peer() as (endpoint, server):
         call = await BidiCall.open(endpoint, PATH, lambda _: None)
         await eventually(lambda: server.writers)
-        server.send(frame(http2.PING, b"12345678"))
-        await eventually(lambda: (http2.PING, http2.ACK, b"12345678") in server.frames())
-        assert (http2.SETTINGS, http2.ACK, b"") in server.frames()
+        server.send(frame(frames.PING, b"12345678"))
+        await eventually(lambda: (frames.PING, frames.ACK, b"12345678") in server.frames())
+        assert (frames.SETTINGS, frames.ACK, b"") in server.frames()
         call.close()
 
 
@@ -201,17 +202,17 @@ async def test_flow_control() -> None:
         call = await BidiCall.open(endpoint, PATH, lambda _: None)
 
         def sent() -> int:
-            return sum(len(payload) for kind, _, payload in server.frames() if kind == http2.DATA)
+            return sum(len(payload) for kind, _, payload in server.frames() if kind == frames.DATA)
 
         call.send(b"x" * 200_000)
-        await eventually(lambda: sent() == http2.DEFAULT_WINDOW)
-        server.send(frame(http2.WINDOW_UPDATE, struct.pack(">I", 100_000), stream=1))
-        server.send(frame(http2.WINDOW_UPDATE, struct.pack(">I", 10_000)))
-        await eventually(lambda: sent() == http2.DEFAULT_WINDOW + 10_000)
-        server.send(frame(http2.WINDOW_UPDATE, struct.pack(">I", 10**6)))
-        await eventually(lambda: sent() == http2.DEFAULT_WINDOW + 100_000)
+        await eventually(lambda: sent() == frames.DEFAULT_WINDOW)
+        server.send(frame(frames.WINDOW_UPDATE, struct.pack(">I", 100_000), stream=1))
+        server.send(frame(frames.WINDOW_UPDATE, struct.pack(">I", 10_000)))
+        await eventually(lambda: sent() == frames.DEFAULT_WINDOW + 10_000)
+        server.send(frame(frames.WINDOW_UPDATE, struct.pack(">I", 10**6)))
+        await eventually(lambda: sent() == frames.DEFAULT_WINDOW + 100_000)
         assert len(call.waiting) == 1
-        server.send(frame(http2.SETTINGS, struct.pack(">HI", http2.INITIAL_WINDOW_SIZE, 10**6)))
+        server.send(frame(frames.SETTINGS, struct.pack(">HI", frames.INITIAL_WINDOW_SIZE, 10**6)))
         await eventually(lambda: sent() == 200_005)
         assert not call.waiting
         call.close()
@@ -220,26 +221,26 @@ async def test_flow_control() -> None:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (frame(http2.RST_STREAM, struct.pack(">I", 8), stream=1), "reset the stream"),
-        (frame(http2.GOAWAY, struct.pack(">II", 1, 11) + b"too_many_pings"), "too_many_pings"),
-        (frame(http2.GOAWAY, struct.pack(">II", 0, 0)), "GOAWAY"),
-        (frame(http2.DATA, b"\1\0\0\0\0", stream=1), "compressed"),
-        (frame(http2.DATA, b"\0\xff\0\0\0", stream=1), "broken protocol"),
-        (frame(http2.DATA, b"", http2.END_STREAM, stream=1), "without a status"),
-        (frame(http2.CONTINUATION, b"x", stream=1), "out of place"),
-        (frame(http2.HEADERS, b"\xff\xff\xff\xff\xff\xff", http2.END_HEADERS, stream=1), "broken protocol"),
-        (frame(http2.HEADERS, b"\x88", http2.END_HEADERS | http2.END_STREAM, stream=1), "HTTP status 200"),
-        (frame(http2.WINDOW_UPDATE, b"x"), "broken protocol"),
+        (frame(frames.RST_STREAM, struct.pack(">I", 8), stream=1), "reset the stream"),
+        (frame(frames.GOAWAY, struct.pack(">II", 1, 11) + b"too_many_pings"), "too_many_pings"),
+        (frame(frames.GOAWAY, struct.pack(">II", 0, 0)), "GOAWAY"),
+        (frame(frames.DATA, b"\1\0\0\0\0", stream=1), "compressed"),
+        (frame(frames.DATA, b"\0\xff\0\0\0", stream=1), "broken protocol"),
+        (frame(frames.DATA, b"", frames.END_STREAM, stream=1), "without a status"),
+        (frame(frames.CONTINUATION, b"x", stream=1), "out of place"),
+        (frame(frames.HEADERS, b"\xff\xff\xff\xff\xff\xff", frames.END_HEADERS, stream=1), "broken protocol"),
+        (frame(frames.HEADERS, b"\x88", frames.END_HEADERS | frames.END_STREAM, stream=1), "HTTP status 200"),
+        (frame(frames.WINDOW_UPDATE, b"x"), "broken protocol"),
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "broken protocol"),
-        (frame(http2.HEADERS, b"", http2.PADDED, stream=1), "broken protocol"),
-        (frame(http2.DATA, b"\x09abc", http2.PADDED, stream=1), "more padding"),
-        (frame(http2.DATA, b"x", stream=3), "on stream 3"),
-        (frame(http2.HEADERS, b"\x88", stream=1) + frame(http2.PING, b"12345678"), "not finished"),
-        (frame(http2.SETTINGS, struct.pack(">HI", http2.MAX_FRAME_SIZE, 0)), "frame size"),
-        (frame(http2.SETTINGS, struct.pack(">HI", http2.INITIAL_WINDOW_SIZE, 2**31)), "window"),
-        (frame(http2.WINDOW_UPDATE, b"\x7f\xff\xff\xff"), "overflows"),
-        (frame(http2.PING, b"x"), "ping"),
-        (frame(http2.HEADERS, b"\x88\0\x0bgrpc-status\x02\xc2\xb2", http2.END_HEADERS | 1, stream=1), "\xb2"),
+        (frame(frames.HEADERS, b"", frames.PADDED, stream=1), "broken protocol"),
+        (frame(frames.DATA, b"\x09abc", frames.PADDED, stream=1), "more padding"),
+        (frame(frames.DATA, b"x", stream=3), "on stream 3"),
+        (frame(frames.HEADERS, b"\x88", stream=1) + frame(frames.PING, b"12345678"), "not finished"),
+        (frame(frames.SETTINGS, struct.pack(">HI", frames.MAX_FRAME_SIZE, 0)), "frame size"),
+        (frame(frames.SETTINGS, struct.pack(">HI", frames.INITIAL_WINDOW_SIZE, 2**31)), "window"),
+        (frame(frames.WINDOW_UPDATE, b"\x7f\xff\xff\xff"), "overflows"),
+        (frame(frames.PING, b"x"), "ping"),
+        (frame(frames.HEADERS, b"\x88\0\x0bgrpc-status\x02\xc2\xb2", frames.END_HEADERS | 1, stream=1), "\xb2"),
     ],
 )
 async def test_misbehaving_server(data: bytes, reason: str) -> None:
@@ -257,8 +258,8 @@ async def test_an_interim_answer_is_passed_over() -> None:
         got: list[bytes] = []
         call = await BidiCall.open(endpoint, PATH, got.append)
         await eventually(lambda: server.writers)
-        server.send(frame(http2.HEADERS, b"\x08\x03103", http2.END_HEADERS, stream=1))
-        server.send(frame(http2.HEADERS, b"\x88", http2.END_HEADERS, stream=1) + frame(http2.DATA, b"\0\0\0\0\1x", stream=1))
+        server.send(frame(frames.HEADERS, b"\x08\x03103", frames.END_HEADERS, stream=1))
+        server.send(frame(frames.HEADERS, b"\x88", frames.END_HEADERS, stream=1) + frame(frames.DATA, b"\0\0\0\0\1x", stream=1))
         await eventually(lambda: got == [b"x"])
         call.close()
 
@@ -392,8 +393,8 @@ def test_any_cut(messages: list[bytes], cuts: list[int], padding: int) -> None:
         wire, at = b"", 0
         for size in [*cuts, len(body)]:
             pad = bytes((padding,)) if padding else b""
-            flags = http2.PADDED if padding else 0
-            wire += frame(http2.DATA, pad + body[at : at + size] + b"\0" * padding, flags, 1)
+            flags = frames.PADDED if padding else 0
+            wire += frame(frames.DATA, pad + body[at : at + size] + b"\0" * padding, flags, 1)
             at += size
         for size in [*cuts, len(wire)]:
             call.data_received(wire[:size])

@@ -6,7 +6,6 @@ import asyncio
 import struct
 from collections.abc import AsyncIterator
 from typing import Any
-from urllib.parse import unquote
 
 import grpc.aio
 import hpack
@@ -17,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankway import rpc
-from rankway.errors import Overloaded, RankwayError
-from rankway.router import grpc_server, grpc_wire, http2
+from rankway.h2 import connection, frames, messages, server, streams
+from rankway.router import grpc_direct
 from rankway.router.grpc_generation import delta_message
 from rankway.v1 import generate_pb2, generate_pb2_grpc, router_pb2, router_pb2_grpc, types_pb2, worker_pb2
 
@@ -36,16 +35,16 @@ class RawClient:
         self.writer.write(struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload)
 
     def greet(self, *settings: tuple[int, int]) -> None:
-        self.writer.write(http2.PREFACE)
-        self.frame(http2.SETTINGS, 0, 0, b"".join(struct.pack(">HI", *setting) for setting in settings))
+        self.writer.write(frames.PREFACE)
+        self.frame(frames.SETTINGS, 0, 0, b"".join(struct.pack(">HI", *setting) for setting in settings))
 
     def block(self, path: str = GENERATE, **more: str) -> bytes:
         headers = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "x", "content-type": "application/grpc"}
         return self.encoder.encode(list((headers | {name.replace("_", "-"): value for name, value in more.items()}).items()))
 
     def call(self, stream: int, message: Any, **more: str) -> None:
-        self.frame(http2.HEADERS, http2.END_HEADERS, stream, self.block(**more))
-        self.frame(http2.DATA, http2.END_STREAM, stream, grpc_wire.framed(message.SerializeToString()))
+        self.frame(frames.HEADERS, frames.END_HEADERS, stream, self.block(**more))
+        self.frame(frames.DATA, frames.END_STREAM, stream, messages.framed(message.SerializeToString()))
 
     async def next(self) -> tuple[int, int, int, bytes]:
         head = await asyncio.wait_for(self.reader.readexactly(9), 5)
@@ -65,16 +64,16 @@ class RawClient:
         body = b""
         while True:
             kind, flags, got_stream, payload = await self.next()
-            if got_stream == stream and kind == http2.DATA:
+            if got_stream == stream and kind == frames.DATA:
                 body += payload
-            elif got_stream == stream and kind == http2.HEADERS:
+            elif got_stream == stream and kind == frames.HEADERS:
                 headers = {str(name): str(value) for name, value in self.decoder.decode(payload)}
-                if flags & http2.END_STREAM:
+                if flags & frames.END_STREAM:
                     return body, headers
 
     async def ends_with(self) -> int:
         """The code of GOAWAY before the connection closes."""
-        _, payload = await self.until(http2.GOAWAY)
+        _, payload = await self.until(frames.GOAWAY)
         assert await asyncio.wait_for(self.reader.read(), 5) is not None
         return int(struct.unpack(">II", payload[:8])[1])
 
@@ -98,7 +97,7 @@ def a_request(max_tokens: int = 4) -> generate_pb2.GenerateRequest:
 
 
 def deltas(body: bytes) -> list[generate_pb2.GenerateResponse]:
-    return [generate_pb2.GenerateResponse.FromString(message) for message in grpc_wire.MessageReader(2**20).feed(body)]
+    return [generate_pb2.GenerateResponse.FromString(message) for message in messages.MessageReader(2**20).feed(body)]
 
 
 def finish(seen: Seen) -> None:
@@ -110,13 +109,13 @@ async def test_a_header_block_in_pieces_and_padded_data(raw: RawClient, one_work
     one_worker.on_start = finish
     raw.greet()
     block = raw.block()
-    raw.frame(http2.HEADERS, http2.PADDED | http2.HAS_PRIORITY, 1, bytes([3]) + b"\0\0\0\0\x10" + block[:5] + b"\0\0\0")
-    raw.frame(http2.CONTINUATION, 0, 1, block[5:20])
-    raw.frame(http2.CONTINUATION, http2.END_HEADERS, 1, block[20:])
-    message = grpc_wire.framed(a_request().SerializeToString())
+    raw.frame(frames.HEADERS, frames.PADDED | frames.HAS_PRIORITY, 1, bytes([3]) + b"\0\0\0\0\x10" + block[:5] + b"\0\0\0")
+    raw.frame(frames.CONTINUATION, 0, 1, block[5:20])
+    raw.frame(frames.CONTINUATION, frames.END_HEADERS, 1, block[20:])
+    message = messages.framed(a_request().SerializeToString())
     for i in range(len(message)):
-        raw.frame(http2.DATA, http2.PADDED, 1, bytes([2]) + message[i : i + 1] + b"\0\0")
-    raw.frame(http2.DATA, http2.END_STREAM, 1)
+        raw.frame(frames.DATA, frames.PADDED, 1, bytes([2]) + message[i : i + 1] + b"\0\0")
+    raw.frame(frames.DATA, frames.END_STREAM, 1)
     body, trailers = await raw.answer(1)
     assert trailers["grpc-status"] == "0"
     assert [message.WhichOneof("event") for message in deltas(body)] == ["routed", "delta", "finished"]
@@ -124,32 +123,32 @@ async def test_a_header_block_in_pieces_and_padded_data(raw: RawClient, one_work
 
 async def test_ping_is_answered_and_settings_acknowledged(raw: RawClient) -> None:
     """PING comes back with its payload, SETTINGS with an ACK."""
-    raw.greet((http2.INITIAL_WINDOW_SIZE, 100_000))
-    raw.frame(http2.PING, 0, 0, b"12345678")
-    assert (await raw.until(http2.SETTINGS))[0] == 0
-    assert (await raw.until(http2.SETTINGS))[0] == http2.ACK
-    assert await raw.until(http2.PING) == (http2.ACK, b"12345678")
+    raw.greet((frames.INITIAL_WINDOW_SIZE, 100_000))
+    raw.frame(frames.PING, 0, 0, b"12345678")
+    assert (await raw.until(frames.SETTINGS))[0] == 0
+    assert (await raw.until(frames.SETTINGS))[0] == frames.ACK
+    assert await raw.until(frames.PING) == (frames.ACK, b"12345678")
 
 
 async def test_the_peers_windows_are_respected(raw: RawClient, one_worker: FakeWorker) -> None:
     """No more is sent than stream and connection allow; the rest follows as they open, nothing lost."""
     one_worker.on_start = lambda seen: seen.burst(range(400), LENGTH)
-    raw.greet((http2.INITIAL_WINDOW_SIZE, 64))
+    raw.greet((frames.INITIAL_WINDOW_SIZE, 64))
     raw.call(1, a_request(400))
     body = b""
     trailers: dict[str, str] = {}
     allowed = 64
     while not trailers:
         kind, flags, _, payload = await raw.next()
-        if kind == http2.DATA:
+        if kind == frames.DATA:
             body += payload
             assert len(body) <= allowed
             if len(body) == allowed:
-                raw.frame(http2.WINDOW_UPDATE, 0, 1, (500).to_bytes(4, "big"))
+                raw.frame(frames.WINDOW_UPDATE, 0, 1, (500).to_bytes(4, "big"))
                 allowed += 500
-        elif kind == http2.HEADERS:
+        elif kind == frames.HEADERS:
             headers = {str(name): str(value) for name, value in raw.decoder.decode(payload)}
-            trailers = headers if flags & http2.END_STREAM else {}
+            trailers = headers if flags & frames.END_STREAM else {}
     tokens = b"".join(message.delta.token_ids.packed for message in deltas(body))
     assert tokens == b"".join(i.to_bytes(4, "little") for i in range(400))
     assert trailers["grpc-status"] == "0"
@@ -160,14 +159,14 @@ async def test_a_window_that_shrinks_below_zero_waits(raw: RawClient, one_worker
     raw.greet()
     raw.call(1, a_request(50))
     seen = await one_worker.next_start()
-    await raw.until(http2.DATA, 1)
-    raw.frame(http2.SETTINGS, 0, 0, struct.pack(">HI", http2.INITIAL_WINDOW_SIZE, 0))
-    await raw.until(http2.SETTINGS)
+    await raw.until(frames.DATA, 1)
+    raw.frame(frames.SETTINGS, 0, 0, struct.pack(">HI", frames.INITIAL_WINDOW_SIZE, 0))
+    await raw.until(frames.SETTINGS)
     seen.delta([1], finish=STOP)
     await eventually(raw.router.is_idle)  # type: ignore[attr-defined]
-    raw.frame(http2.PING, 0, 0, b"nothing.")
-    assert (await raw.next())[0] == http2.PING
-    raw.frame(http2.WINDOW_UPDATE, 0, 1, (65_535).to_bytes(4, "big"))
+    raw.frame(frames.PING, 0, 0, b"nothing.")
+    assert (await raw.next())[0] == frames.PING
+    raw.frame(frames.WINDOW_UPDATE, 0, 1, (65_535).to_bytes(4, "big"))
     assert (await raw.answer(1))[1]["grpc-status"] == "0"
 
 
@@ -178,7 +177,7 @@ async def test_a_reset_reaches_the_engine(raw: RawClient, one_worker: FakeWorker
     first = await one_worker.next_start()
     raw.call(3, a_request())
     second = await one_worker.next_start()
-    raw.frame(http2.RST_STREAM, 0, 1, http2.CANCEL.to_bytes(4, "big"))
+    raw.frame(frames.RST_STREAM, 0, 1, frames.CANCEL.to_bytes(4, "big"))
     await asyncio.wait_for(first.aborted.wait(), 2)
     finish(second)
     assert (await raw.answer(3))[1]["grpc-status"] == "0"
@@ -202,11 +201,12 @@ async def test_a_client_that_never_reads_is_cut_off(
     raw: RawClient, one_worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a stream leaves unread is bounded: beyond, its request ends with RESOURCE_EXHAUSTED."""
-    monkeypatch.setattr(http2, "PENDING_BYTES", 1000)
-    raw.greet((http2.INITIAL_WINDOW_SIZE, 10))
+    monkeypatch.setattr(streams, "PENDING_BYTES", 1000)
+    raw.greet((frames.INITIAL_WINDOW_SIZE, 10))
     raw.call(1, a_request(2000))
     seen = await one_worker.next_start()
-    seen.delta(list(range(2000)))
+    for _ in range(2):
+        seen.delta(list(range(1000)))
     await asyncio.wait_for(seen.aborted.wait(), 2)
     assert (await raw.answer(1))[1]["grpc-status"] == "8"
     await eventually(raw.router.is_idle)  # type: ignore[attr-defined]
@@ -215,25 +215,25 @@ async def test_a_client_that_never_reads_is_cut_off(
 @pytest.mark.parametrize(
     ("kind", "flags", "stream", "payload", "code"),
     [
-        (http2.DATA, 0, 7, b"x", http2.PROTOCOL_ERROR),
-        (http2.PUSH_PROMISE, 0, 1, b"", http2.PROTOCOL_ERROR),
-        (http2.CONTINUATION, 0, 1, b"", http2.PROTOCOL_ERROR),
-        (http2.PING, 0, 0, b"short", http2.FRAME_SIZE_ERROR),
-        (http2.SETTINGS, 0, 0, b"12345", http2.FRAME_SIZE_ERROR),
-        (http2.SETTINGS, 0, 0, struct.pack(">HI", http2.INITIAL_WINDOW_SIZE, 2**31), http2.FLOW_CONTROL_ERROR),
-        (http2.WINDOW_UPDATE, 0, 0, b"\0\0\0\0", http2.PROTOCOL_ERROR),
-        (http2.WINDOW_UPDATE, 0, 0, b"\x7f\xff\xff\xff", http2.FLOW_CONTROL_ERROR),
-        (http2.HEADERS, http2.END_HEADERS, 2, b"\x82", http2.PROTOCOL_ERROR),
-        (http2.HEADERS, http2.END_HEADERS, 1, b"\xff\xff\xff\xff", http2.COMPRESSION_ERROR),
-        (http2.HEADERS, http2.PADDED, 1, b"\x09x", http2.PROTOCOL_ERROR),
-        (http2.RST_STREAM, 0, 1, b"x", http2.FRAME_SIZE_ERROR),
-        (http2.RST_STREAM, 0, 9, b"\0\0\0\x08", http2.PROTOCOL_ERROR),
-        (http2.WINDOW_UPDATE, 0, 9, b"\0\0\0\x08", http2.PROTOCOL_ERROR),
-        (http2.SETTINGS, 0, 1, b"", http2.PROTOCOL_ERROR),
-        (http2.SETTINGS, 0, 0, struct.pack(">HI", http2.MAX_FRAME_SIZE, 1), http2.PROTOCOL_ERROR),
-        (http2.PING, 0, 1, b"12345678", http2.PROTOCOL_ERROR),
-        (http2.HEADERS, http2.HAS_PRIORITY | http2.END_HEADERS, 1, b"\x82", http2.FRAME_SIZE_ERROR),
-        (http2.DATA, 0, 1, b"x" * 20_000, http2.FRAME_SIZE_ERROR),
+        (frames.DATA, 0, 7, b"x", frames.PROTOCOL_ERROR),
+        (frames.PUSH_PROMISE, 0, 1, b"", frames.PROTOCOL_ERROR),
+        (frames.CONTINUATION, 0, 1, b"", frames.PROTOCOL_ERROR),
+        (frames.PING, 0, 0, b"short", frames.FRAME_SIZE_ERROR),
+        (frames.SETTINGS, 0, 0, b"12345", frames.FRAME_SIZE_ERROR),
+        (frames.SETTINGS, 0, 0, struct.pack(">HI", frames.INITIAL_WINDOW_SIZE, 2**31), frames.FLOW_CONTROL_ERROR),
+        (frames.WINDOW_UPDATE, 0, 0, b"\0\0\0\0", frames.PROTOCOL_ERROR),
+        (frames.WINDOW_UPDATE, 0, 0, b"\x7f\xff\xff\xff", frames.FLOW_CONTROL_ERROR),
+        (frames.HEADERS, frames.END_HEADERS, 2, b"\x82", frames.PROTOCOL_ERROR),
+        (frames.HEADERS, frames.END_HEADERS, 1, b"\xff\xff\xff\xff", frames.COMPRESSION_ERROR),
+        (frames.HEADERS, frames.PADDED, 1, b"\x09x", frames.PROTOCOL_ERROR),
+        (frames.RST_STREAM, 0, 1, b"x", frames.FRAME_SIZE_ERROR),
+        (frames.RST_STREAM, 0, 9, b"\0\0\0\x08", frames.PROTOCOL_ERROR),
+        (frames.WINDOW_UPDATE, 0, 9, b"\0\0\0\x08", frames.PROTOCOL_ERROR),
+        (frames.SETTINGS, 0, 1, b"", frames.PROTOCOL_ERROR),
+        (frames.SETTINGS, 0, 0, struct.pack(">HI", frames.MAX_FRAME_SIZE, 1), frames.PROTOCOL_ERROR),
+        (frames.PING, 0, 1, b"12345678", frames.PROTOCOL_ERROR),
+        (frames.HEADERS, frames.HAS_PRIORITY | frames.END_HEADERS, 1, b"\x82", frames.FRAME_SIZE_ERROR),
+        (frames.DATA, 0, 1, b"x" * 20_000, frames.FRAME_SIZE_ERROR),
     ],
 )
 async def test_broken_protocol_ends_the_connection_with_its_code(
@@ -248,25 +248,25 @@ async def test_broken_protocol_ends_the_connection_with_its_code(
 async def test_what_is_no_http2_is_cut(raw: RawClient) -> None:
     """A browser on the gRPC port gets no answer that it could mistake for one."""
     raw.writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-    assert await raw.ends_with() == http2.PROTOCOL_ERROR
+    assert await raw.ends_with() == frames.PROTOCOL_ERROR
 
 
 async def test_what_is_no_grpc_is_refused(raw: RawClient) -> None:
     """Another method or content type has an HTTP status; a bad timeout, message or compression a gRPC one."""
     raw.greet()
-    raw.frame(http2.HEADERS, http2.END_HEADERS | http2.END_STREAM, 1, raw.block(content_type="text/plain"))
+    raw.frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, 1, raw.block(content_type="text/plain"))
     assert (await raw.answer(1))[1] == {":status": "415"}
     raw.call(3, a_request(), grpc_timeout="soon")
     assert (await raw.answer(3))[1]["grpc-status"] == "3"
-    raw.frame(http2.HEADERS, http2.END_HEADERS, 5, raw.block())
-    raw.frame(http2.DATA, http2.END_STREAM, 5, grpc_wire.framed(b"\xff\xff"))
+    raw.frame(frames.HEADERS, frames.END_HEADERS, 5, raw.block())
+    raw.frame(frames.DATA, frames.END_STREAM, 5, messages.framed(b"\xff\xff"))
     assert "is no GenerateRequest" in (await raw.answer(5))[1]["grpc-message"]
-    raw.frame(http2.HEADERS, http2.END_HEADERS, 7, raw.block())
-    raw.frame(http2.DATA, http2.END_STREAM, 7, b"\x01\0\0\0\0")
+    raw.frame(frames.HEADERS, frames.END_HEADERS, 7, raw.block())
+    raw.frame(frames.DATA, frames.END_STREAM, 7, b"\x01\0\0\0\0")
     assert "compressed" in (await raw.answer(7))[1]["grpc-message"]
-    raw.frame(http2.HEADERS, http2.END_HEADERS | http2.END_STREAM, 13, raw.block(content_type="application/grpc-web+proto"))
+    raw.frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, 13, raw.block(content_type="application/grpc-web+proto"))
     assert (await raw.answer(13))[1] == {":status": "415"}
-    raw.frame(http2.HEADERS, http2.END_HEADERS | http2.END_STREAM, 15, raw.block())
+    raw.frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, 15, raw.block())
     assert "before its request" in (await raw.answer(15))[1]["grpc-message"]
     raw.call(17, a_request(), path="/rankway.v1.Generation/Nothing")
     assert (await raw.answer(17))[1]["grpc-status"] == "12"
@@ -278,15 +278,15 @@ async def test_draining_loses_no_stream(raw: RawClient, one_worker: FakeWorker) 
     raw.call(1, a_request())
     first = await one_worker.next_start()
     stopping = asyncio.create_task(raw.router._server.stop(5))  # type: ignore[attr-defined]
-    assert (await raw.until(http2.GOAWAY))[1][:8] == struct.pack(">II", 2**31 - 1, http2.NO_ERROR)
-    _, ping = await raw.until(http2.PING)
+    assert (await raw.until(frames.GOAWAY))[1][:8] == struct.pack(">II", 2**31 - 1, frames.NO_ERROR)
+    _, ping = await raw.until(frames.PING)
     raw.call(3, a_request())
     second = await one_worker.next_start()
-    raw.frame(http2.PING, http2.ACK, 0, ping)
-    assert (await raw.until(http2.GOAWAY))[1][:8] == struct.pack(">II", 3, http2.NO_ERROR)
+    raw.frame(frames.PING, frames.ACK, 0, ping)
+    assert (await raw.until(frames.GOAWAY))[1][:8] == struct.pack(">II", 3, frames.NO_ERROR)
     raw.call(5, a_request())
-    _, payload = await raw.until(http2.RST_STREAM, 5)
-    assert int.from_bytes(payload, "big") == http2.REFUSED_STREAM
+    _, payload = await raw.until(frames.RST_STREAM, 5)
+    assert int.from_bytes(payload, "big") == frames.REFUSED_STREAM
     finish(first)
     assert (await raw.answer(1))[1]["grpc-status"] == "0"
     finish(second)
@@ -297,19 +297,19 @@ async def test_draining_loses_no_stream(raw: RawClient, one_worker: FakeWorker) 
 
 async def test_draining_waits_for_no_dead_client(raw: RawClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that doesn't answer the ping is closed all the same."""
-    monkeypatch.setattr(http2, "CLOSE_S", 0.05)
+    monkeypatch.setattr(connection, "CLOSE_S", 0.05)
     raw.greet()
-    await raw.until(http2.SETTINGS)
+    await raw.until(frames.SETTINGS)
     await asyncio.wait_for(raw.router._server.stop(5), 2)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
     ("kind", "flags", "payload", "code"),
     [
-        (http2.DATA, 0, b"x", http2.STREAM_CLOSED),
-        (http2.HEADERS, http2.END_HEADERS | http2.END_STREAM, b"\x82", http2.STREAM_CLOSED),
-        (http2.WINDOW_UPDATE, 0, b"\x7f\xff\xff\xff", http2.FLOW_CONTROL_ERROR),
-        (http2.WINDOW_UPDATE, 0, b"\0\0\0\0", http2.PROTOCOL_ERROR),
+        (frames.DATA, 0, b"x", frames.STREAM_CLOSED),
+        (frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, b"\x82", frames.STREAM_CLOSED),
+        (frames.WINDOW_UPDATE, 0, b"\x7f\xff\xff\xff", frames.FLOW_CONTROL_ERROR),
+        (frames.WINDOW_UPDATE, 0, b"\0\0\0\0", frames.PROTOCOL_ERROR),
     ],
 )
 async def test_broken_streams_end_alone(
@@ -322,7 +322,7 @@ async def test_broken_streams_end_alone(
     raw.call(3, a_request())
     sound = await one_worker.next_start()
     raw.frame(kind, flags, 1, payload)
-    assert int.from_bytes((await raw.until(http2.RST_STREAM, 1))[1], "big") == code
+    assert int.from_bytes((await raw.until(frames.RST_STREAM, 1))[1], "big") == code
     await asyncio.wait_for(broken.aborted.wait(), 2)
     finish(sound)
     assert (await raw.answer(3))[1]["grpc-status"] == "0"
@@ -343,8 +343,8 @@ async def test_broken_streams_end_alone(
 async def test_malformed_requests_are_reset(raw: RawClient, headers: list[tuple[str, str]]) -> None:
     """Headers that HTTP/2 forbids are a stream error."""
     raw.greet()
-    raw.frame(http2.HEADERS, http2.END_HEADERS, 1, raw.encoder.encode(headers))
-    assert int.from_bytes((await raw.until(http2.RST_STREAM, 1))[1], "big") == http2.PROTOCOL_ERROR
+    raw.frame(frames.HEADERS, frames.END_HEADERS, 1, raw.encoder.encode(headers))
+    assert int.from_bytes((await raw.until(frames.RST_STREAM, 1))[1], "big") == frames.PROTOCOL_ERROR
 
 
 async def test_large_header_lists_cost_the_call_only(raw: RawClient, one_worker: FakeWorker) -> None:
@@ -352,10 +352,10 @@ async def test_large_header_lists_cost_the_call_only(raw: RawClient, one_worker:
     one_worker.on_start = finish
     raw.greet()
     block = raw.block(**{f"x-{n}": "v" * 1000 for n in range(40)})
-    for at in range(0, len(block), http2.FRAME_BYTES):
-        first, last = at == 0, at + http2.FRAME_BYTES >= len(block)
-        kind = http2.HEADERS if first else http2.CONTINUATION
-        raw.frame(kind, http2.END_HEADERS if last else 0, 1, block[at : at + http2.FRAME_BYTES])
+    for at in range(0, len(block), frames.FRAME_BYTES):
+        first, last = at == 0, at + frames.FRAME_BYTES >= len(block)
+        kind = frames.HEADERS if first else frames.CONTINUATION
+        raw.frame(kind, frames.END_HEADERS if last else 0, 1, block[at : at + frames.FRAME_BYTES])
     trailers = (await raw.answer(1))[1]
     assert (trailers["grpc-status"], trailers[":status"]) == ("8", "200")
     raw.call(3, a_request(), x_name="caf\xe9")
@@ -365,51 +365,51 @@ async def test_large_header_lists_cost_the_call_only(raw: RawClient, one_worker:
 @pytest.mark.parametrize(
     ("kind", "flags", "stream", "payload"),
     [
-        (http2.PING, 0, 0, b"12345678"),
-        (http2.SETTINGS, 0, 0, b""),
-        (http2.PRIORITY, 0, 1, b"\0\0\0\0\0"),
+        (frames.PING, 0, 0, b"12345678"),
+        (frames.SETTINGS, 0, 0, b""),
+        (frames.PRIORITY, 0, 1, b"\0\0\0\0\0"),
         (0x77, 0, 0, b""),
-        (http2.DATA, 0, 1, b""),
-        (http2.DATA, http2.PADDED, 1, b"\x02\0\0"),
+        (frames.DATA, 0, 1, b""),
+        (frames.DATA, frames.PADDED, 1, b"\x02\0\0"),
     ],
 )
 async def test_floods_end_the_connection(
     raw: RawClient, monkeypatch: pytest.MonkeyPatch, kind: int, flags: int, stream: int, payload: bytes
 ) -> None:
     """Frames that carry nothing forward are bounded in number."""
-    monkeypatch.setattr(http2, "MAX_IDLE_FRAMES", 100)
+    monkeypatch.setattr(connection, "MAX_IDLE_FRAMES", 100)
     raw.greet()
-    raw.frame(http2.HEADERS, http2.END_HEADERS, 1, raw.block())
+    raw.frame(frames.HEADERS, frames.END_HEADERS, 1, raw.block())
     for _ in range(101):
         raw.frame(kind, flags, stream, payload)
-    assert await raw.ends_with() == http2.ENHANCE_YOUR_CALM
+    assert await raw.ends_with() == frames.ENHANCE_YOUR_CALM
 
 
 async def test_empty_continuations_are_a_flood(raw: RawClient) -> None:
     """A header block is bounded in frames, not in bytes only."""
     raw.greet()
-    raw.frame(http2.HEADERS, 0, 1, raw.block())
-    for _ in range(http2.MAX_CONTINUATIONS + 1):
-        raw.frame(http2.CONTINUATION, 0, 1)
-    assert await raw.ends_with() == http2.ENHANCE_YOUR_CALM
+    raw.frame(frames.HEADERS, 0, 1, raw.block())
+    for _ in range(connection.MAX_CONTINUATIONS + 1):
+        raw.frame(frames.CONTINUATION, 0, 1)
+    assert await raw.ends_with() == frames.ENHANCE_YOUR_CALM
 
 
 async def test_rapid_reset(raw: RawClient, one_worker: FakeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams that come to nothing are bounded, beside as many as are answered."""
-    monkeypatch.setattr(http2, "MAX_RESETS", 10)
+    monkeypatch.setattr(connection, "MAX_RESETS", 10)
     one_worker.on_start = finish
     raw.greet()
     for stream in range(1, 21, 2):
         raw.call(stream, a_request())
         assert (await raw.answer(stream))[1]["grpc-status"] == "0"
     for stream in range(21, 61, 2):
-        raw.frame(http2.HEADERS, http2.END_HEADERS, stream, raw.block())
-        raw.frame(http2.RST_STREAM, 0, stream, http2.CANCEL.to_bytes(4, "big"))
-    raw.frame(http2.PING, 0, 0, b"patient.")
-    assert (await raw.until(http2.PING)) == (http2.ACK, b"patient.")
-    raw.frame(http2.HEADERS, http2.END_HEADERS, 61, raw.block())
-    raw.frame(http2.RST_STREAM, 0, 61, http2.CANCEL.to_bytes(4, "big"))
-    assert await raw.ends_with() == http2.ENHANCE_YOUR_CALM
+        raw.frame(frames.HEADERS, frames.END_HEADERS, stream, raw.block())
+        raw.frame(frames.RST_STREAM, 0, stream, frames.CANCEL.to_bytes(4, "big"))
+    raw.frame(frames.PING, 0, 0, b"patient.")
+    assert (await raw.until(frames.PING)) == (frames.ACK, b"patient.")
+    raw.frame(frames.HEADERS, frames.END_HEADERS, 61, raw.block())
+    raw.frame(frames.RST_STREAM, 0, 61, frames.CANCEL.to_bytes(4, "big"))
+    assert await raw.ends_with() == frames.ENHANCE_YOUR_CALM
     await eventually(raw.router.is_idle)  # type: ignore[attr-defined]
 
 
@@ -417,13 +417,13 @@ async def test_streams_beyond_the_limit_are_refused(make_router: Any, one_worker
     """One more stream than announced is REFUSED_STREAM, which clients may send again; a place that is free is taken."""
     router = await make_router(one_worker, grpc_server="direct")
     host, _, port = (await router.serve()).rpartition(":")
-    object.__setattr__(router._server._server.state.limits, "concurrent_streams", 1)
+    object.__setattr__(router._server._front._front.state.limits, "concurrent_streams", 1)
     client = RawClient(*await asyncio.open_connection(host, int(port)))
     client.greet()
     client.call(1, a_request())
     seen = await one_worker.next_start()
     client.call(3, a_request())
-    assert int.from_bytes((await client.until(http2.RST_STREAM, 3))[1], "big") == http2.REFUSED_STREAM
+    assert int.from_bytes((await client.until(frames.RST_STREAM, 3))[1], "big") == frames.REFUSED_STREAM
     finish(seen)
     assert (await client.answer(1))[1]["grpc-status"] == "0"
     client.call(5, a_request())
@@ -435,7 +435,7 @@ async def test_streams_beyond_the_limit_are_refused(make_router: Any, one_worker
 async def test_a_decoder_without_a_table_is_told(raw: RawClient, one_worker: FakeWorker) -> None:
     """A client that lowers HEADER_TABLE_SIZE gets a table size update at the start of the next header block."""
     one_worker.on_start = finish
-    raw.greet((http2.HEADER_TABLE_SIZE, 0))
+    raw.greet((frames.HEADER_TABLE_SIZE, 0))
     raw.decoder.max_allowed_table_size = 0
     raw.call(1, a_request())
     assert (await raw.answer(1))[1]["grpc-status"] == "0"
@@ -446,14 +446,14 @@ async def test_a_decoder_without_a_table_is_told(raw: RawClient, one_worker: Fak
 async def test_padding_is_given_back(raw: RawClient) -> None:
     """Padding counts for the windows: a long padded message gets as much room again as it took."""
     raw.greet()
-    raw.frame(http2.HEADERS, http2.END_HEADERS, 1, raw.block())
-    raw.frame(http2.DATA, 0, 1, b"\0" + (2**24).to_bytes(4, "big"))
-    sent, allowed, piece = 5, http2.RECEIVE_WINDOW, b"\xff" + bytes(256)
-    while sent < 3 * http2.RECEIVE_WINDOW:
+    raw.frame(frames.HEADERS, frames.END_HEADERS, 1, raw.block())
+    raw.frame(frames.DATA, 0, 1, b"\0" + (2**24).to_bytes(4, "big"))
+    sent, allowed, piece = 5, streams.RECEIVE_WINDOW, b"\xff" + bytes(256)
+    while sent < 3 * streams.RECEIVE_WINDOW:
         if sent + len(piece) > allowed:
-            allowed += int.from_bytes((await raw.until(http2.WINDOW_UPDATE, 1))[1], "big")
+            allowed += int.from_bytes((await raw.until(frames.WINDOW_UPDATE, 1))[1], "big")
             continue
-        raw.frame(http2.DATA, http2.PADDED, 1, piece)
+        raw.frame(frames.DATA, frames.PADDED, 1, piece)
         sent += len(piece)
 
 
@@ -461,43 +461,43 @@ async def test_a_client_that_ignores_its_window_is_reset(raw: RawClient) -> None
     """Data after a request's message isn't taken, and bounded by the window."""
     raw.greet()
     raw.call(1, a_request(), path="/grpc.health.v1.Health/Watch")
-    raw.frame(http2.HEADERS, http2.END_HEADERS, 3, raw.block())
-    raw.frame(http2.DATA, 0, 3, grpc_wire.framed(a_request().SerializeToString()))
-    for _ in range(http2.RECEIVE_WINDOW // 16_000 + 1):
-        raw.frame(http2.DATA, 0, 3, bytes(16_000))
-    assert int.from_bytes((await raw.until(http2.RST_STREAM, 3))[1], "big") == http2.FLOW_CONTROL_ERROR
+    raw.frame(frames.HEADERS, frames.END_HEADERS, 3, raw.block())
+    raw.frame(frames.DATA, 0, 3, messages.framed(a_request().SerializeToString()))
+    for _ in range(streams.RECEIVE_WINDOW // 16_000 + 1):
+        raw.frame(frames.DATA, 0, 3, bytes(16_000))
+    assert int.from_bytes((await raw.until(frames.RST_STREAM, 3))[1], "big") == frames.FLOW_CONTROL_ERROR
 
 
 async def test_unfinished_messages_are_bounded_together(raw: RawClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond a server's share the call that grows is refused; what it held is free again."""
-    monkeypatch.setattr(grpc_server, "HELD_BYTES", 20_000)
+    monkeypatch.setattr(server, "HELD_BYTES", 20_000)
     raw.greet()
     for stream in (1, 3):
-        raw.frame(http2.HEADERS, http2.END_HEADERS, stream, raw.block())
-        raw.frame(http2.DATA, 0, stream, b"\0" + (2**20).to_bytes(4, "big") + bytes(15_000))
+        raw.frame(frames.HEADERS, frames.END_HEADERS, stream, raw.block())
+        raw.frame(frames.DATA, 0, stream, b"\0" + (2**20).to_bytes(4, "big") + bytes(15_000))
     assert (await raw.answer(3))[1]["grpc-status"] == "8"
-    raw.frame(http2.RST_STREAM, 0, 1, http2.CANCEL.to_bytes(4, "big"))
-    await eventually(lambda: raw.router._server._server.held == 0)  # type: ignore[attr-defined]
+    raw.frame(frames.RST_STREAM, 0, 1, frames.CANCEL.to_bytes(4, "big"))
+    await eventually(lambda: raw.router._server._front._front.held == 0)  # type: ignore[attr-defined]
 
 
 async def test_a_client_that_reads_nothing_at_all_is_cut(
     make_router: Any, one_worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What flow control doesn't hold back (acknowledgements, errors) is bounded too."""
-    monkeypatch.setattr(http2, "UNSENT_BYTES", 100_000)
-    monkeypatch.setattr(http2, "TURN_BYTES", 100_000)
+    monkeypatch.setattr(connection, "UNSENT_BYTES", 100_000)
+    monkeypatch.setattr(connection, "TURN_BYTES", 100_000)
     router = await make_router(one_worker, grpc_server="direct")
     host, _, port = (await router.serve()).rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port), limit=1000)
     client = RawClient(reader, writer)
     client.greet()
-    state = router._server._server.state
+    state = router._server._front._front.state
     await eventually(lambda: state.connections)
     stream = 1
     while state.connections and stream < 400_000:
         for _ in range(200):
             client.frame(
-                http2.HEADERS, http2.END_HEADERS | http2.END_STREAM, stream, client.block(x="y" * 1000, grpc_timeout="z" * 900)
+                frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, stream, client.block(x="y" * 1000, grpc_timeout="z" * 900)
             )
             stream += 2
         await asyncio.sleep(0)
@@ -521,12 +521,12 @@ async def test_a_client_that_reads_nothing_at_all_is_cut(
 async def test_grpcs_own_rules(raw: RawClient, path: str, more: dict[str, str], message: bytes, code: str, words: str) -> None:
     """Encoding, size and metadata: refused with gRPC's status, in a whole answer that says what is taken."""
     raw.greet()
-    raw.frame(http2.HEADERS, http2.END_HEADERS, 1, raw.block(path, **more))
-    raw.frame(http2.DATA, http2.END_STREAM, 1, message)
+    raw.frame(frames.HEADERS, frames.END_HEADERS, 1, raw.block(path, **more))
+    raw.frame(frames.DATA, frames.END_STREAM, 1, message)
     headers: dict[str, str] = {}
     flags = 0
-    while not flags & http2.END_STREAM:
-        flags, block = await raw.until(http2.HEADERS, 1)
+    while not flags & frames.END_STREAM:
+        flags, block = await raw.until(frames.HEADERS, 1)
         headers |= {str(name): str(value) for name, value in raw.decoder.decode(block)}
     assert (headers[":status"], headers["grpc-accept-encoding"], headers["grpc-status"]) == ("200", "identity", code)
     assert words in headers["grpc-message"]
@@ -557,38 +557,6 @@ async def test_a_long_request_arrives_whole(raw: RawClient, one_worker: FakeWork
 def test_the_short_form_is_what_protobuf_makes_of_it(tokens: bytes, text: str) -> None:
     """Bytes made by hand parse as the message that they stand for."""
     delta = worker_pb2.StepDelta(tokens=tokens, text=text)
-    if grpc_wire.is_short(delta, tokens, text.encode()):
-        (message,) = deltas(grpc_wire.short_delta(tokens, text.encode()))
+    if grpc_direct.is_short(delta, tokens, text.encode()):
+        (message,) = deltas(grpc_direct.short_delta(tokens, text.encode()))
         assert message == delta_message(delta)
-
-
-@given(st.text(max_size=300))
-def test_status_messages_survive(text: str) -> None:
-    """Any message can be a trailer: percent-encoded ASCII without control characters."""
-    error = RankwayError(text)
-    headers = {str(name): str(value) for name, value in hpack.Decoder().decode(grpc_wire.trailers(error))}
-    assert headers["grpc-message"].isascii()
-    assert headers["grpc-message"].isprintable() or not headers["grpc-message"]
-    assert unquote(headers["grpc-message"]) == text
-    assert "grpc-status-details-bin" not in headers
-    assert "grpc-status-details-bin" in dict(hpack.Decoder().decode(grpc_wire.trailers(Overloaded("full"))))
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("1S", 1.0), ("250m", 0.25), ("3M", 180.0), ("1H", 3600.0), ("5u", 5e-6)])
-def test_timeouts(text: str, seconds: float) -> None:
-    """grpc-timeout in its units."""
-    assert grpc_wire.timeout_s(text) == pytest.approx(seconds)
-
-
-@given(st.lists(st.binary(max_size=50), max_size=10), st.lists(st.integers(1, 40), max_size=30))
-def test_messages_are_cut_out_of_any_pieces(messages: list[bytes], sizes: list[int]) -> None:
-    """However a body is cut, the messages are the same."""
-    body = b"".join(map(grpc_wire.framed, messages))
-    reader = grpc_wire.MessageReader(1000)
-    got: list[bytes] = []
-    for size in sizes:
-        got += reader.feed(body[:size])
-        body = body[size:]
-    got += reader.feed(body)
-    assert got == messages
-    assert not reader.held

@@ -260,16 +260,20 @@ async def test_a_router_that_does_not_read_is_cut_off(
 
 
 async def test_deltas_of_one_pass_share_a_message() -> None:
-    """What comes before the writer gets to write is one Step, and a choice's tokens in it one delta."""
-    outbox = attach.Outbox(Tokenizer.byte_level())
+    """What comes before the next `take` is one Step, and a choice's tokens in it one delta."""
+    filled: list[bool] = []
+    outbox = attach.Outbox(Tokenizer.byte_level(), lambda: filled.append(bool(outbox)))
     outbox.delta(1, 0, (104,), "h", (), None, 16)
     outbox.delta(2, 0, (104, 105), "hi", (), None, None)
     outbox.delta(1, 0, (105,), "i", (), Finish.LENGTH, None)
-    first, second = outbox.take().step.deltas
+    assert filled == [True] * 3
+    assert outbox.pending_tokens == 7
+    first, second = worker_pb2.AttachResponse.FromString(outbox.take()).step.deltas
     assert (first.stream, first.text, first.cached_tokens) == (1, "hi", 16)
     assert (first.tokens, first.finish_reason) == (struct.pack("<2I", 104, 105), types_pb2.FINISH_REASON_LENGTH)
     assert (second.stream, second.HasField("cached_tokens")) == (2, False)
-    assert not outbox.filled.is_set()
+    assert not outbox
+    assert outbox.pending_tokens == 0
 
 
 async def test_after_any_mixture_of_requests_nothing_is_left(registry: tuple[FakeRegistry, str]) -> None:

@@ -6,7 +6,7 @@ import hpack
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankway.router.header_blocks import HeaderBlocks
+from rankway.h2.headers import HeaderBlocks
 
 names = st.sampled_from([":method", ":path", "content-type", "te", "grpc-timeout", "x-a", "x-b"])
 values = st.sampled_from(["POST", "/rankway.v1.Router/Route", "application/grpc", "trailers", "1S", "a", "b" * 40])

@@ -10,26 +10,49 @@ import asyncio
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import cast
 
 import hpack
 
-from rankway.router.header_blocks import HeaderBlocks, Headers, fault
-
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-
-DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
-END_STREAM = ACK = 0x1
-END_HEADERS, PADDED, HAS_PRIORITY = 0x4, 0x8, 0x20
-HEADER_TABLE_SIZE, ENABLE_PUSH, MAX_CONCURRENT_STREAMS = 0x1, 0x2, 0x3
-INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE, MAX_HEADER_LIST_SIZE = 0x4, 0x5, 0x6
-NO_ERROR, PROTOCOL_ERROR, FLOW_CONTROL_ERROR, STREAM_CLOSED = 0x0, 0x1, 0x3, 0x5
-FRAME_SIZE_ERROR, REFUSED_STREAM, CANCEL, COMPRESSION_ERROR, ENHANCE_YOUR_CALM = 0x6, 0x7, 0x8, 0x9, 0xB
-
-DEFAULT_WINDOW = 65_535
-MAX_WINDOW = 2**31 - 1
-FRAME_BYTES = 16_384
-"""Largest frame that we take, and send unless the peer takes larger ones."""
+from rankway.h2.frames import (
+    ACK,
+    COMPRESSION_ERROR,
+    CONTINUATION,
+    DATA,
+    DEFAULT_WINDOW,
+    ENABLE_PUSH,
+    END_HEADERS,
+    END_STREAM,
+    ENHANCE_YOUR_CALM,
+    FLOW_CONTROL_ERROR,
+    FRAME_BYTES,
+    FRAME_SIZE_ERROR,
+    GOAWAY,
+    HEADER,
+    HEADER_TABLE_SIZE,
+    HEADERS,
+    INITIAL_WINDOW_SIZE,
+    MAX_CONCURRENT_STREAMS,
+    MAX_FRAME_SIZE,
+    MAX_HEADER_LIST_SIZE,
+    MAX_WINDOW,
+    NO_ERROR,
+    PING,
+    PREFACE,
+    PROTOCOL_ERROR,
+    PUSH_PROMISE,
+    REFUSED_STREAM,
+    RST_STREAM,
+    SETTINGS,
+    STREAM_CLOSED,
+    WINDOW_UPDATE,
+    ConnectionError_,
+    StreamError,
+    header_fragment,
+    unpadded,
+)
+from rankway.h2.headers import HeaderBlocks, Headers, fault
+from rankway.h2.streams import RECEIVE_WINDOW, Receiver, Stream
 
 HEADER_BYTES = 32 * 2**10
 """Largest list of headers (names, values and 32 bytes each) of a call; a larger one is refused."""
@@ -40,15 +63,6 @@ carries the calls of many clients."""
 
 MAX_CONTINUATIONS = 64
 """Frames that a header block may be cut into."""
-
-RECEIVE_WINDOW = 4 * 2**20
-"""Bytes that a peer may send on a stream before it hears of their arrival."""
-
-PENDING_BYTES = 4 * 2**20
-"""Bytes of one stream that the peer may leave unread; beyond, the stream's receiver is told."""
-
-CONNECTION_PENDING_BYTES = 64 * 2**20
-"""The same for all streams of a connection; the receiver of the stream that grows beyond is told."""
 
 TURN_BYTES = 2**20
 """Data that streams may write in one turn of the event loop; the rest waits for the transport to take it."""
@@ -70,41 +84,10 @@ MAX_LEFT = 1_024
 CLOSE_S = 1.0
 """How long a peer may take to read the last frames, and to answer the ping that goes before the end of a drained connection."""
 
-_HEADER = struct.Struct(">HBBBI")
 _TABLE_BYTES = 4096
 _LAST_PING = b"goodbye."
 
-
-class ConnectionError_(Exception):  # noqa: N801  # ConnectionError is Python's own, of another meaning
-    """The peer broke the protocol: the connection ends with this code."""
-
-    def __init__(self, code: int, reason: str) -> None:
-        super().__init__(reason)
-        self.code = code
-
-
-class StreamError(Exception):
-    """The peer broke the protocol on one stream, which ends with this code."""
-
-    def __init__(self, code: int, reason: str) -> None:
-        super().__init__(reason)
-        self.code = code
-
-
-class Receiver(Protocol):
-    """What a stream's owner hears. Methods must neither raise nor block."""
-
-    def on_data(self, data: bytes, end: bool) -> None:
-        """Part of the request's body; `end`: the last one (perhaps empty)."""
-
-    def on_reset(self) -> None:
-        """The peer has reset the stream or is gone. Nothing may be sent any more."""
-
-    def on_unread(self) -> None:
-        """The peer leaves more than PENDING_BYTES unread."""
-
-
-Acceptor = Callable[["Stream", Headers], Receiver]
+Acceptor = Callable[[Stream, Headers], Receiver]
 """Called with each new stream; the receiver hears the rest."""
 
 
@@ -112,7 +95,10 @@ Acceptor = Callable[["Stream", Headers], Receiver]
 class Http2Limits:
     """Sizes and times."""
 
+    connections: int = 4096
+    """One more is closed at once."""
     concurrent_streams: int = 4096
+    """Of a connection."""
     keepalive_s: float = 10.0
     """A connection that was silent for so long is pinged, and cut when it stays so."""
 
@@ -130,98 +116,6 @@ class Http2State:
     protocol_errors: int = 0
     unread: int = 0
     """Streams whose peer didn't read."""
-
-
-class Stream:
-    """One request and its answer."""
-
-    __slots__ = ("_connection", "_end_block", "_pending", "ended", "id", "receiver", "remote_ended", "room", "unacked", "window")
-
-    def __init__(self, connection: Connection, stream_id: int, window: int) -> None:
-        self.id = stream_id
-        self.window = window
-        self.receiver: Receiver | None = None
-        self.remote_ended = False
-        self.ended = False
-        """Our side is closed, or will be when what is pending has gone."""
-        self.unacked = 0
-        self.room = RECEIVE_WINDOW
-        """Bytes that the peer may still send."""
-        self._connection = connection
-        self._pending = bytearray()
-        self._end_block: bytes | None = None
-
-    def send_headers(self, block: bytes) -> None:
-        """Send a header block (HPACK)."""
-        if not self.ended:
-            self._connection.write_headers(0, self.id, block)
-
-    def send(self, data: bytes) -> None:
-        """Send part of the body as soon as the peer's windows allow."""
-        if self.ended:
-            return
-        connection = self._connection
-        size = len(data)
-        if (
-            size <= self.window
-            and size <= connection.window
-            and size <= connection.frame_bytes
-            and not self._pending
-            and not connection.blocked
-        ):
-            self.window -= size
-            connection.window -= size
-            connection.write(_HEADER.pack(size >> 8, size & 0xFF, DATA, 0, self.id) + data)
-            return
-        self._pending += data
-        connection.pending += size
-        self.flush()
-        if self._pending and (len(self._pending) > PENDING_BYTES or connection.pending > CONNECTION_PENDING_BYTES):
-            self.drop_pending()
-            connection.state.unread += 1
-            if self.receiver is not None:
-                self.receiver.on_unread()
-
-    def drop_pending(self) -> None:
-        """Forget what hasn't been sent."""
-        self._connection.pending -= len(self._pending)
-        self._pending.clear()
-
-    def end(self, block: bytes) -> None:
-        """Send the trailers after what is pending: our side is over."""
-        if self.ended:
-            return
-        self.ended = True
-        self._end_block = block
-        self.flush()
-
-    def flush(self) -> bool:
-        """Send what the windows allow; returns whether nothing is left."""
-        connection = self._connection
-        while self._pending:
-            size = min(len(self._pending), self.window, connection.window, connection.frame_bytes)
-            if size <= 0 or connection.blocked:
-                if self.window > 0:  # otherwise its own window update brings it back
-                    connection.waiting[self.id] = self
-                return False
-            self.window -= size
-            connection.window -= size
-            connection.pending -= size
-            connection.write_frame(DATA, 0, self.id, bytes(self._pending[:size]))
-            del self._pending[:size]
-        if self._end_block is not None:
-            connection.write_headers(END_STREAM, self.id, self._end_block)
-            self._end_block = None
-            connection.stream_ended(self)
-        return True
-
-    def consumed(self, size: int) -> None:
-        """The receiver has taken so many bytes: the peer may send more."""
-        self.unacked += size
-        if self.unacked > RECEIVE_WINDOW // 2 and not self.remote_ended:
-            self._connection.write_frame(WINDOW_UPDATE, 0, self.id, self.unacked.to_bytes(4, "big"))
-            self.room += self.unacked
-            self.unacked = 0
 
 
 class Connection(asyncio.Protocol):
@@ -277,6 +171,10 @@ class Connection(asyncio.Protocol):
         )
         self.write_frame(SETTINGS, 0, 0, b"".join(struct.pack(">HI", *setting) for setting in settings))
         self.write_frame(WINDOW_UPDATE, 0, 0, (8 * RECEIVE_WINDOW).to_bytes(4, "big"))
+        if len(self.state.connections) > self.state.limits.connections:
+            self.state.protocol_errors += 1
+            self._go_away(ENHANCE_YOUR_CALM, f"{self.state.limits.connections} connections are open already")
+            self.cut()
 
     def data_received(self, data: bytes) -> None:
         self.quiet_for = 0
@@ -321,7 +219,7 @@ class Connection(asyncio.Protocol):
 
     def write_frame(self, kind: int, flags: int, stream_id: int, payload: bytes = b"") -> None:
         size = len(payload)
-        self.write(_HEADER.pack(size >> 8, size & 0xFF, kind, flags, stream_id) + payload)
+        self.write(HEADER.pack(size >> 8, size & 0xFF, kind, flags, stream_id) + payload)
 
     def write_headers(self, flags: int, stream_id: int, block: bytes) -> None:
         """Write a header block, cut into frames that the peer takes."""
@@ -389,7 +287,7 @@ class Connection(asyncio.Protocol):
             self._greeted = True
             at = len(PREFACE)
         while len(buffer) - at >= 9:
-            high, low, kind, flags, stream_id = _HEADER.unpack_from(buffer, at)
+            high, low, kind, flags, stream_id = HEADER.unpack_from(buffer, at)
             size = (high << 8) | low
             if size > FRAME_BYTES:
                 raise ConnectionError_(FRAME_SIZE_ERROR, f"a frame of {size} bytes")
@@ -686,22 +584,3 @@ class Connection(asyncio.Protocol):
     def _abort(self) -> None:
         if self._transport is not None:
             self._transport.abort()
-
-
-def unpadded(flags: int, payload: bytes) -> bytes:
-    """A payload without its padding. Raises ConnectionError_."""
-    if not flags & PADDED:
-        return payload
-    if not payload or payload[0] >= len(payload):
-        raise ConnectionError_(PROTOCOL_ERROR, "more padding than payload")
-    return payload[1 : len(payload) - payload[0]]
-
-
-def header_fragment(flags: int, payload: bytes) -> bytes:
-    """What HEADERS carries of a header block. Raises ConnectionError_."""
-    block = unpadded(flags, payload)
-    if not flags & HAS_PRIORITY:
-        return block
-    if len(block) < 5:
-        raise ConnectionError_(FRAME_SIZE_ERROR, "HEADERS without the priority that it announces")
-    return block[5:]

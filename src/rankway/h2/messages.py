@@ -14,7 +14,6 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 
 from rankway.errors import InvalidField, Overloaded, RankwayError
-from rankway.v1 import worker_pb2
 
 _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
 _UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
@@ -155,19 +154,6 @@ class MessageReader:
             messages.append(bytes(self._buffer[5 : 5 + size]))
             del self._buffer[: 5 + size]
         return messages
-
-
-def short_delta(tokens: bytes, text: bytes) -> bytes:
-    """A framed GenerateResponse with a Delta of choice 0 that has nothing but these; both shorter than 100 bytes together."""
-    size, chars = len(tokens), len(text)
-    ids = b"\x12%c\x12%c%b" % (size + 2, size, tokens)
-    body = b"%b\x1a%c%b" % (ids, chars, text) if chars else ids
-    return b"\x00\x00\x00\x00%c\x12%c%b" % (len(body) + 2, len(body), body)
-
-
-def is_short(delta: worker_pb2.StepDelta, tokens: bytes, text: bytes) -> bool:
-    """Whether `short_delta` can carry it."""
-    return len(tokens) + len(text) < 100 and not delta.index and not delta.finish_reason and not delta.logprobs
 
 
 def _shortened(text: str) -> str:
