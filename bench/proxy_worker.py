@@ -58,6 +58,27 @@ def varint(value: int) -> bytes:
     return bytes(out)
 
 
+class Paced:
+    """A stream that gets a token a step. Most of its deltas' bytes are always the same."""
+
+    __slots__ = ("_first", "_head", "left", "stream")
+
+    def __init__(self, stream: int, tokens: int) -> None:
+        self.stream = stream
+        self.left = tokens
+        self._first = True
+        text = stamp()
+        self._head = delta_bytes(stream, TOKEN, text, first=False, last=False).removesuffix(text)
+
+    def delta(self, text: bytes) -> bytes:
+        """The next; there must be one left."""
+        self.left -= 1
+        if self.left and not self._first:
+            return self._head + text
+        first, self._first = self._first, False
+        return delta_bytes(self.stream, TOKEN, text, first=first, last=not self.left)
+
+
 class Session:
     """One Attach: the streams of one router, stepped together."""
 
@@ -65,8 +86,8 @@ class Session:
         self._call = call
         self._record = record
         self._deltas: list[bytes] = []
-        self._paced: dict[int, dict[int, int]] = {}
-        """By pace: tokens left by stream; there is a timer as long as there is an entry."""
+        self._paced: dict[int, dict[int, Paced]] = {}
+        """By pace and stream; there is a timer as long as there is an entry."""
         call.on_room = self._write
 
     def on_message(self, message: bytes) -> None:
@@ -90,6 +111,7 @@ class Session:
             step = b"".join(self._deltas)
             self._deltas = []
             self._call.send(framed(b"\x12%b%b" % (varint(len(step)), step)))
+            self._call.push()
 
     def _start(self, start: worker_pb2.Start) -> None:
         loop = asyncio.get_running_loop()
@@ -108,19 +130,15 @@ class Session:
             self._paced[pace_ms] = {}
             due = loop.time() + pace_ms / 1000
             loop.call_at(due, self._step, pace_ms, due)
-        self._paced[pace_ms][start.stream] = -tokens
+        self._paced[pace_ms][start.stream] = Paced(start.stream, tokens)
 
     def _step(self, pace_ms: int, due: float) -> None:
         text = stamp()
         running = self._paced.get(pace_ms, {})
-        for stream, left in list(running.items()):
-            more = abs(left) - 1
-            self._add(stream, TOKEN, text, first=left < 0, last=not more)
-            if more:
-                running[stream] = more
-            else:
-                del running[stream]
+        self._deltas += [paced.delta(text) for paced in running.values()]
         self._write()
+        for paced in [paced for paced in running.values() if not paced.left]:
+            del running[paced.stream]
         if running:
             due += pace_ms / 1000
             asyncio.get_running_loop().call_at(due, self._step, pace_ms, due)

@@ -191,6 +191,7 @@ class Session:
         self._due = False
         if self._outbox and not self._call.over:
             self._call.send(framed(self._outbox.take()))
+            self._call.push()
 
     def _cut_off(self) -> None:
         self._call.abandon(Overloaded(f"router {self._router_id} doesn't read its steps"))

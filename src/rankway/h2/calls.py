@@ -68,6 +68,10 @@ class Call:
         self.begin()
         self._stream.send(framed)
 
+    def push(self) -> None:
+        """Write what has been sent now, not at the end of this turn of the event loop: for who sends last in it."""
+        self._stream.push()
+
     def finish(self, error: RankwayError | None = None) -> None:
         """End the call. Idempotent."""
         if self.over:

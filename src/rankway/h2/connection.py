@@ -217,6 +217,11 @@ class Connection(asyncio.Protocol):
         if self._out_bytes > TURN_BYTES:
             self.blocked = True
 
+    def push(self) -> None:
+        """Write now what waits for the end of this turn."""
+        if self._out:
+            self._flush()
+
     def write_frame(self, kind: int, flags: int, stream_id: int, payload: bytes = b"") -> None:
         size = len(payload)
         self.write(HEADER.pack(size >> 8, size & 0xFF, kind, flags, stream_id) + payload)

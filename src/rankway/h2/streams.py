@@ -91,6 +91,10 @@ class Stream:
         connection.pending += size
         self._send_pending()
 
+    def push(self) -> None:
+        """Write what the connection has to write now."""
+        self._connection.push()
+
     def drop_pending(self) -> None:
         """Forget what hasn't been sent."""
         self._connection.pending -= len(self._pending)
