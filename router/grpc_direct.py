@@ -77,17 +77,21 @@ class _Direct:
 class DirectSink:
     """`requests.Sink` that writes to the call. What a slow client leaves unread waits in the stream's bounded buffer."""
 
-    __slots__ = ("_call", "_generation", "_request", "cancel")
+    __slots__ = ("_call", "_generation", "_request", "_routed", "cancel")
 
     def __init__(self, call: Call, request: RouterRequest, generation: GenerationServicer) -> None:
         self.cancel: Callable[[], None] = _nothing
         self._call = call
         self._request = request
         self._generation = generation
+        self._routed = False
+        """Whether the client knows a target: the stream has one Routed, the first."""
         generation.active += 1
 
     def routed(self, routed: Routed) -> None:
-        self._call.send(messages.framed(routed_message(self._request, routed).SerializeToString()))
+        if not self._routed:
+            self._routed = True
+            self._call.send(messages.framed(routed_message(self._request, routed).SerializeToString()))
 
     def delta(self, delta: worker_pb2.StepDelta) -> None:
         tokens, text = delta.tokens, delta.text.encode()

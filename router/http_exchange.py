@@ -60,7 +60,10 @@ class ServerState:
 
 
 class Exchange:
-    """A request and the way to answer it, once: `respond`, or `open_stream` and then `end_stream` or `break_off`."""
+    """A request and the way to answer it, once.
+
+    Either `respond` or `whole_stream`, or `open_stream` and then `end_stream` or `break_off`.
+    """
 
     __slots__ = (
         "_connection", "body", "chunked", "done", "headers", "keep_alive", "method", "on_gone", "path", "query",
@@ -124,21 +127,24 @@ class Exchange:
 
     def open_stream(self, headers: bytes, first: bytes) -> None:
         """Status 200, `headers` (complete lines), and the first part, maybe empty, of a body of unknown length."""
-        framing = b"transfer-encoding: chunked\r\n" if self.chunked else b""
-        head = b"%b%b%b%b\r\n" % (STATUS_LINES[200], framing, self._common_headers(), headers)
         self.started = True
-        if self.chunked and first:
-            first = b"%x\r\n%b\r\n" % (len(first), first)
-        self.write_raw(head + first)
+        head = self._stream_head(headers)
+        self.write_raw(head + self._framed(first) if first else head)
 
     def write(self, data: bytes) -> None:
         """The next part of a stream, not empty."""
-        self.write_raw(b"%x\r\n%b\r\n" % (len(data), data) if self.chunked else data)
+        self.write_raw(self._framed(data))
 
     def end_stream(self, last: bytes) -> None:
         """The last part of a stream, and its regular end."""
         self.done = True
-        self.write_raw(b"%x\r\n%b\r\n0\r\n\r\n" % (len(last), last) if self.chunked else last)
+        self.write_raw(self._framed(last) + self._stream_end())
+        self._end()
+
+    def whole_stream(self, headers: bytes, body: bytes) -> None:
+        """A stream of one part, not empty."""
+        self.started = self.done = True
+        self.write_raw(self._stream_head(headers) + self._framed(body) + self._stream_end())
         self._end()
 
     def break_off(self, last: bytes) -> None:
@@ -161,6 +167,16 @@ class Exchange:
     def _end(self) -> None:
         self.on_gone = None
         self._connection.answered(self)
+
+    def _stream_head(self, headers: bytes) -> bytes:
+        framing = b"transfer-encoding: chunked\r\n" if self.chunked else b""
+        return b"%b%b%b%b\r\n" % (STATUS_LINES[200], framing, self._common_headers(), headers)
+
+    def _framed(self, part: bytes) -> bytes:
+        return b"%x\r\n%b\r\n" % (len(part), part) if self.chunked else part
+
+    def _stream_end(self) -> bytes:
+        return b"0\r\n\r\n" if self.chunked else b""
 
     def _common_headers(self) -> bytes:
         state = self._connection.state

@@ -207,6 +207,7 @@ class FrontDoor:
                 self.stats,
                 include_usage=include_usage,
                 logprobs=request.sampling.logprobs is not None,
+                n=n,
             )
         else:
             answer = WholeAnswer(exchange, form, request.request_id, self.stats, n)

@@ -60,21 +60,25 @@ class _Answer:
 
 
 class StreamedAnswer(_Answer):
-    """Server-sent events, written as things happen."""
+    """Server-sent events, written as things happen.
 
-    __slots__ = ("_include_usage", "_logprobs")
+    The head waits for the first delta: until then the request may move, or fail with a status of its own.
+    """
+
+    __slots__ = ("_include_usage", "_last", "_logprobs", "_single")
 
     def __init__(
-        self, exchange: Exchange, form: Form, request_id: str, observer: Observer, *, include_usage: bool, logprobs: bool
+        self, exchange: Exchange, form: Form, request_id: str, observer: Observer, *, include_usage: bool, logprobs: bool, n: int
     ) -> None:
         super().__init__(exchange, form, request_id, observer)
         self._include_usage = include_usage
         self._logprobs = logprobs
+        self._single = n == 1
+        self._last = b""
+        """The events of an only choice's last delta, which leave together with the end."""
 
     def routed(self, routed: Routed) -> None:
         self._routed = routed
-        headers = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n" + self._headers()
-        self._exchange.open_stream(headers, self._form.opening())
 
     def plain_events(self) -> Events | None:
         """How to write text without coming by here; None: not with log probabilities."""
@@ -91,7 +95,11 @@ class StreamedAnswer(_Answer):
         reason = delta.finish_reason
         if reason and reason != _ABORT:
             data += self._form.end(delta.index, REASONS.get(reason, "stop"))
-        if data:
+        if reason and self._single:
+            self._last = data
+        elif not self._exchange.started:
+            self._exchange.open_stream(self._head(), self._form.opening() + data)
+        elif data:
             self._exchange.write(data)
 
     def finished(self, outcome: Outcome) -> None:
@@ -99,14 +107,21 @@ class StreamedAnswer(_Answer):
             self.failed(EngineFailed("the engine aborted the request"))
             return
         self._observer.answered(200)
-        self._exchange.end_stream(self._form.usage(outcome) + DONE if self._include_usage else DONE)
+        last = self._last + (self._form.usage(outcome) + DONE if self._include_usage else DONE)
+        if self._exchange.started:
+            self._exchange.end_stream(last)
+        else:
+            self._exchange.whole_stream(self._head(), self._form.opening() + last)
 
     def failed(self, error: RankwayError) -> None:
         if not self._exchange.started:
             super().failed(error)
             return
         self._observer.answered(BROKEN_OFF)
-        self._exchange.break_off(event(error_of(error)))
+        self._exchange.break_off(self._last + event(error_of(error)))
+
+    def _head(self) -> bytes:
+        return b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n" + self._headers()
 
 
 class WholeAnswer(_Answer):

@@ -236,12 +236,12 @@ class Policy:
         return Unavailable(f"no target for model {query.lora or query.model!r}{_in_group(query)}: {_by_reason(reasons)}")
 
     def _log(self, decision: Decision, section: Section) -> None:
-        if log.is_enabled_for(logging.DEBUG):
+        if logs.enabled(logging.DEBUG):
             for term in self.terms(section, decision.hashes, decision.prompt_tokens):
                 place = self.targets.place(term.slot)
                 if place is not None:
                     self._log_formula(place, term)
-        if log.is_enabled_for(logging.INFO):
+        if logs.enabled(logging.INFO):
             self._log_selected(decision)
 
     def _log_selected(self, decision: Decision) -> None:

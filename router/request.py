@@ -87,7 +87,7 @@ class Flight:
     __slots__ = (
         "_owner", "_sink", "_start_sampling", "answered_once", "arrived", "attempts", "booking", "cached_tokens",
         "chars", "decision", "entry", "error", "fresh", "generated", "grow_at", "left", "link", "migrations",
-        "pipe", "reasons", "request", "resumable", "resumed", "routed", "stage", "stream", "timer", "tried", "waiting_for",
+        "pipe", "reasons", "request", "resumable", "resumed", "stage", "stream", "timer", "tried", "waiting_for",
     )  # fmt: skip
 
     def __init__(self, owner: Owner, request: RouterRequest, sink: Sink, now: float) -> None:
@@ -109,7 +109,6 @@ class Flight:
         self.reasons: list[types_pb2.FinishReason.ValueType] = [types_pb2.FINISH_REASON_UNSPECIFIED] * request.sampling.n
         self.left = request.sampling.n
         self.cached_tokens: int | None = None
-        self.routed = False
         self.answered_once = False
         """Whether the client has had a delta."""
         self.fresh = True
@@ -185,8 +184,7 @@ class Flight:
         self.error = None
         self.resumed = len(self.generated)
         self._set_growth(decision.block_size)
-        if not self.routed:
-            self.routed = True
+        if not self.answered_once:
             place = decision.place
             self._sink.routed(Routed(place.target, decision.endpoint, place.epoch, decision.overlap_blocks, decision.cost))
 

@@ -75,7 +75,7 @@ class Sink(Protocol):
     """
 
     def routed(self, routed: Routed) -> None:
-        """The first target; a later migration isn't told."""
+        """The target, and each further one until a first delta has come; a later migration isn't told."""
 
     def delta(self, delta: worker_pb2.StepDelta) -> None:
         """New tokens and text of one choice, the worker's message as it came. `stream` and `error` mean nothing here."""

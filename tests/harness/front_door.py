@@ -85,6 +85,11 @@ class Running:
         self.sink.delta(worker_pb2.StepDelta(index=index, text=text, tokens=b"\0\0\0\0", logprobs=logprobs))
         return self
 
+    def say_all(self, text: str) -> None:
+        """The only delta, and the outcome."""
+        self.sink.delta(worker_pb2.StepDelta(text=text, tokens=b"\0\0\0\0", finish_reason=STOP))
+        self.sink.finished(Outcome([STOP], self.request.prompt_tokens, 1, 0))
+
     def end(self, *reasons: types_pb2.FinishReason.ValueType, completion_tokens: int = 3, cached_tokens: int = 0) -> None:
         """Each choice's last delta, then the outcome."""
         for index, reason in enumerate(reasons or (STOP,)):

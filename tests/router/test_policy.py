@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -47,6 +48,7 @@ def log_to(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
         wrapper_class=structlog.make_filtering_bound_logger(level),
     )
     monkeypatch.setattr("rankway.router.policy.log", logger)
+    monkeypatch.setattr("rankway.logs._threshold", getattr(logging, level.upper()))
 
 
 def test_the_designs_pair() -> None:

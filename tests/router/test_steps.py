@@ -86,9 +86,10 @@ class Client:
             exchange,
             form("r", "m", 1, 1, False),
             "r",
-            Owner(),
+            Owner(),  # type: ignore[arg-type]
             include_usage=False,
-            logprobs=False,  # type: ignore[arg-type]
+            logprobs=False,
+            n=1,
         )
         if not short:
             sink.__class__ = type("Long", (StreamedAnswer,), {"__slots__": (), "plain_events": lambda self: None})
@@ -117,7 +118,8 @@ class Client:
 
 
 def _body(data: bytes) -> bytes:
-    """What is written without the framing of chunks."""
+    """What is written without the head and the framing of chunks."""
+    data = data.partition(b"\r\n\r\n")[2] if data.startswith(b"HTTP/") else data
     if b"\r\n" not in data:
         return data
     body = b""

@@ -134,8 +134,9 @@ async def test_long_prompt() -> None:
     async with open_house(tokenizer=held, max_model_len=10**7) as house:  # type: ignore[arg-type]
         streaming = await started(house)
         running = await house.dispatcher.next()
-        running.route()
+        running.route().say("zero")
         await streaming.head()
+        assert b"zero" in await streaming.chunk()
         patient = await started(house, prompt="y" * 5_000_000)
         await asyncio.to_thread(held.started.wait, 10)
         assert house.intake.threads.stats.waiting == 1

@@ -44,19 +44,17 @@ def token(text: bytes, logprob: float = -0.5, *top: tuple[bytes, float]) -> type
 async def test_a_chat(house: House) -> None:
     """The role comes first and alone, then text as it comes, then one finish reason per choice, then [DONE] and the end."""
     client, running = await begin(house, CHAT)
-    running.route("w1", 3, overlap_blocks=2)
+    running.route("w1", 3, overlap_blocks=2).say("Hel")
     status, headers = await client.head()
     assert status == 200
     assert headers["content-type"] == "text/event-stream; charset=utf-8"
     assert headers["cache-control"] == "no-cache"
     assert headers["x-rankway-dp-rank"] == "3"
-    (first,) = data_of(await client.chunk())
+    first, second = data_of(await client.chunk())
     assert first["object"] == "chat.completion.chunk"
     assert first["choices"] == [
         {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
     ]
-    running.say("Hel")
-    (second,) = data_of(await client.chunk())
     assert second["choices"] == [{"index": 0, "delta": {"content": "Hel"}, "logprobs": None, "finish_reason": None}]
     assert "usage" not in second
     running.say("lo").end(LENGTH)
@@ -84,15 +82,31 @@ async def test_a_completion(house: House) -> None:
 
 
 @both
-async def test_headers_come_with_the_target(house: House, path: str) -> None:
-    """Nothing is sent before the request has a target, and the head is sent before the first token."""
+async def test_headers_name_the_target_that_answers(house: House, path: str) -> None:
+    """They come with the first delta, even one without text: a request that moves before it is answered elsewhere."""
     client, running = await begin(house, path)
     waiting = asyncio.ensure_future(client.head())
+    running.route("w1", 1)
     await asyncio.sleep(0)
     assert not waiting.done()
-    running.route()
-    assert (await waiting)[0] == 200
+    running.route("w2", 5).say("")
+    status, headers = await waiting
+    assert (status, headers["x-rankway-worker-id"], headers["x-rankway-dp-rank"]) == (200, "w2", "5")
     running.end()
+    assert (await client.answer_of_open_stream())[-1] == "[DONE]"
+    client.close()
+
+
+@both
+async def test_all_in_one_delta(house: House, path: str) -> None:
+    """An answer of one delta is a stream like any other."""
+    client, running = await begin(house, path)
+    running.route().say_all("all")
+    events = (await client.answer()).events
+    assert events.pop() == "[DONE]"
+    choices = [json.loads(event)["choices"][0] for event in events]
+    assert [choice["finish_reason"] for choice in choices][-1] == "stop"
+    assert "".join(choice["text"] if path == COMPLETIONS else choice["delta"].get("content", "") for choice in choices) == "all"
     client.close()
 
 
