@@ -73,6 +73,8 @@ static inline bool is_dead(const Holders *h, uint32_t id) { return h->dead[id / 
 /* A set without its dead ids; 0: empty. */
 static uint64_t word_purge(Holders *h, uint64_t word)
 {
+    if (is_mask(word))
+        return mask_word(word & ~(MASK | h->dead[0]));
     if (!is_row(word)) {
         uint32_t ids[3];
         unsigned count = 0;
@@ -362,8 +364,10 @@ static void holders_blocks(const Holders *h, byte **out)
         for (const Bucket *b = segment; b < segment + SEGMENT_BUCKETS; b++)
             for (unsigned e = 0; e < BUCKET_ENTRIES && b->word[e]; e++) {
                 uint64_t word = b->word[e];
-                for (unsigned i = 0; i < (word & 3); i++)
+                for (unsigned i = 0; i < inline_count(word); i++)
                     write_block(out, inline_slot(word, i), b->key[e]);
+                for (uint64_t bits = is_mask(word) ? word & ~MASK : 0; bits; bits &= bits - 1)
+                    write_block(out, (uint32_t)__builtin_ctzll(bits), b->key[e]);
                 for (unsigned i = 0; is_row(word) && i < row_of(word)->used; i++)
                     for (uint64_t bits = row_mask(row_of(word))[i]; bits; bits &= bits - 1)
                         write_block(out, 64 * row_of(word)->chunk[i] + (unsigned)__builtin_ctzll(bits), b->key[e]);

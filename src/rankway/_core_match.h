@@ -67,6 +67,12 @@ static void match_leave_mask(Match *m, unsigned chunk, uint64_t bits)
 /* The holders of the first block start to run. */
 static void match_start(Match *m, uint64_t word)
 {
+    if (is_mask(word)) {
+        m->chunks = 1;
+        m->chunk[0] = 0;
+        m->mask[0] = word & ~MASK;
+        return;
+    }
     if (!is_row(word)) {
         m->word = word;
         return;
@@ -109,10 +115,10 @@ static void match_narrow(Match *m, uint64_t word)
     m->word = count ? inline_word(ids, count) : 0;
 }
 
-/* Whether all who run are in a row of the same chunks. */
-static inline bool row_covers_all(const Row *row, const uint64_t *mask, const Match *m)
+/* Whether all who run are in a set of the same chunks. */
+static inline bool chunks_cover_all(unsigned used, const uint16_t *chunk, const uint64_t *mask, const Match *m)
 {
-    if (row->used != m->chunks || memcmp(row->chunk, m->chunk, m->chunks * sizeof *m->chunk))
+    if (used != m->chunks || memcmp(chunk, m->chunk, m->chunks * sizeof *m->chunk))
         return false;
     uint64_t missing = 0;
     for (unsigned i = 0; i < m->chunks; i++)
@@ -136,19 +142,25 @@ static inline void match_meet(Match *m, uint64_t word)
         m->word = count ? inline_word(ids, count) : 0;
         return;
     }
-    if (!is_row(word)) {
+    static const uint16_t first_chunk = 0;
+    const uint64_t bits = word & ~MASK, *mask = &bits;
+    const uint16_t *chunk = &first_chunk;
+    unsigned used = 1;
+    if (is_row(word)) {
+        mask = row_mask(row_of(word));
+        chunk = row_of(word)->chunk;
+        used = row_of(word)->used;
+    } else if (!is_mask(word)) {
         match_narrow(m, word);
         return;
     }
-    Row *row = row_of(word);
-    const uint64_t *mask = row_mask(row);
-    if (row_covers_all(row, mask, m))
+    if (chunks_cover_all(used, chunk, mask, m))
         return;
     unsigned kept = 0;
     for (unsigned i = 0, j = 0; i < m->chunks; i++) {
-        while (j < row->used && row->chunk[j] < m->chunk[i])
+        while (j < used && chunk[j] < m->chunk[i])
             j++;
-        uint64_t both = j < row->used && row->chunk[j] == m->chunk[i] ? m->mask[i] & mask[j] : 0;
+        uint64_t both = j < used && chunk[j] == m->chunk[i] ? m->mask[i] & mask[j] : 0;
         if (both != m->mask[i])
             match_leave_mask(m, m->chunk[i], m->mask[i] & ~both);
         if (both) {
@@ -215,6 +227,15 @@ static __attribute__((target("avx2"))) size_t covered_avx2(const uint64_t *word,
 
 static Covered *covered = covered_plain;
 
+/* How many of the words, from the first on, are masks that include all bits of `needed`, of which MASK is one. */
+static inline size_t covered_by_masks(const uint64_t *word, size_t count, uint64_t needed)
+{
+    size_t i = 0;
+    while (i < count && (word[i] & needed) == needed)
+        i++;
+    return i;
+}
+
 /* Feeds a group of blocks. Mostly nobody leaves, so that is a loop of its own. */
 static inline bool match_feed_all(Match *m, const uint64_t *word, size_t count)
 {
@@ -224,6 +245,8 @@ static inline bool match_feed_all(Match *m, const uint64_t *word, size_t count)
             for (uint64_t same = m->word; i < count && word[i] == same;)
                 i++;
         } else if (m->chunks == 1) {
+            if (!m->chunk[0] && !(m->mask[0] & MASK)) /* otherwise no mask has them all */
+                i += covered_by_masks(word + i, count - i, m->mask[0] | MASK);
             i += covered(word + i, count - i, 1 | (uint64_t)m->chunk[0] << 32, m->mask[0]);
         }
         m->depth += (uint32_t)(i - first);

@@ -1,7 +1,8 @@
 /* Sets of slots in a 64-bit word: what the table keeps for each block.
  *
- * Low two bits 1 … 3: that many slots inline, ascending, 20 bits each. Low bits 0: the address of a Row, a sparse bitmap for four
- * slots and more. 0: the empty set.
+ * 0: the empty set. Up to three slots stand inline, ascending, 20 bits each; the low two bits are their number. Four and more below
+ * MASK_SLOTS are a bit each, under the MASK bit. All other sets are the address of a Row, a sparse bitmap (addresses here have
+ * neither the MASK bit nor low bits). Each set has one form only.
  */
 #ifndef RANKWAY_CORE_ROWS_H
 #define RANKWAY_CORE_ROWS_H
@@ -151,8 +152,13 @@ static inline unsigned row_position(const uint16_t *chunks, unsigned used, unsig
 
 /* ---- Words. */
 
-static inline bool is_row(uint64_t word) { return !(word & 3); }
+#define MASK ((uint64_t)1 << 63)
+#define MASK_SLOTS 63
+
+static inline bool is_mask(uint64_t word) { return word >> 63; }
+static inline bool is_row(uint64_t word) { return !(word & (MASK | 3)); }
 static inline Row *row_of(uint64_t word) { return (Row *)(uintptr_t)word; }
+static inline unsigned inline_count(uint64_t word) { return is_mask(word) ? 0 : word & 3; }
 static inline uint32_t inline_slot(uint64_t word, unsigned i) { return (word >> (2 + 20 * i)) & (MAX_SLOTS - 1); }
 static inline uint64_t inline_word(const uint32_t *ids, unsigned count)
 {
@@ -162,8 +168,22 @@ static inline uint64_t inline_word(const uint32_t *ids, unsigned count)
     return word;
 }
 
+/* The word of slots below MASK_SLOTS, a bit each. */
+static inline uint64_t mask_word(uint64_t bits)
+{
+    unsigned count = (unsigned)__builtin_popcountll(bits);
+    if (count > 3)
+        return bits | MASK;
+    uint32_t ids[3];
+    for (unsigned i = 0; i < count; i++, bits &= bits - 1)
+        ids[i] = (uint32_t)__builtin_ctzll(bits);
+    return count ? inline_word(ids, count) : 0;
+}
+
 static bool word_has(uint64_t word, uint32_t id)
 {
+    if (is_mask(word))
+        return id < MASK_SLOTS && word >> id & 1;
     if (!is_row(word)) {
         for (unsigned i = 0; i < (word & 3); i++)
             if (inline_slot(word, i) == id)
@@ -198,6 +218,17 @@ static uint64_t word_add(RowPool *pool, uint64_t word, uint32_t id)
 {
     if (is_row(word))
         return row_add(pool, row_of(word), id);
+    if (is_mask(word) && id < MASK_SLOTS)
+        return word | (uint64_t)1 << id;
+    if (is_mask(word)) {
+        Row *wider = row_new(pool, id < 64 ? 1 : 2);
+        if (!wider)
+            return 0;
+        wider->used = 1;
+        wider->chunk[0] = 0;
+        row_mask(wider)[0] = word & ~MASK;
+        return row_add(pool, wider, id); /* which has room */
+    }
     uint32_t ids[4];
     unsigned count = word & 3, at = 0;
     for (; at < count && inline_slot(word, at) < id; at++)
@@ -207,6 +238,8 @@ static uint64_t word_add(RowPool *pool, uint64_t word, uint32_t id)
         ids[i + 1] = inline_slot(word, i);
     if (count < 3)
         return inline_word(ids, count + 1);
+    if (ids[3] < MASK_SLOTS)
+        return MASK | (uint64_t)1 << ids[0] | (uint64_t)1 << ids[1] | (uint64_t)1 << ids[2] | (uint64_t)1 << ids[3];
     unsigned chunks = 1; /* room for all four at once: row_add can't fail below */
     for (unsigned i = 1; i < 4; i++)
         chunks += ids[i] / 64 != ids[i - 1] / 64;
@@ -216,7 +249,7 @@ static uint64_t word_add(RowPool *pool, uint64_t word, uint32_t id)
     return (uintptr_t)row;
 }
 
-/* What a row's word becomes after slots left it: 0, inline for up to three, or a row that fits. */
+/* What a row's word becomes after slots left it: 0, inline, a mask, or a row that fits. */
 static uint64_t row_settle(RowPool *pool, Row *row)
 {
     uint64_t *mask = row_mask(row);
@@ -233,6 +266,11 @@ static uint64_t row_settle(RowPool *pool, Row *row)
             row_free(pool, row);
             return count ? inline_word(ids, count) : 0;
         }
+    }
+    if (row->used == 1 && !row->chunk[0] && !(mask[0] & MASK)) {
+        uint64_t bits = mask[0];
+        row_free(pool, row);
+        return mask_word(bits);
     }
     unsigned c = row_class(row->room);
     if (c >= 2 && row->used <= ROW_ROOM[c - 2]) {
@@ -253,6 +291,8 @@ static void row_drop_chunk(Row *row, unsigned at)
 /* A set without one slot, which it has; 0: empty. */
 static uint64_t word_remove(RowPool *pool, uint64_t word, uint32_t id)
 {
+    if (is_mask(word))
+        return mask_word(word & ~(MASK | (uint64_t)1 << id));
     if (!is_row(word)) {
         uint32_t ids[3];
         unsigned count = 0;
