@@ -231,6 +231,8 @@ static Covered *covered = covered_plain;
 static inline size_t covered_by_masks(const uint64_t *word, size_t count, uint64_t needed)
 {
     size_t i = 0;
+    while (i + 4 <= count && (word[i] & word[i + 1] & word[i + 2] & word[i + 3] & needed) == needed)
+        i += 4;
     while (i < count && (word[i] & needed) == needed)
         i++;
     return i;
