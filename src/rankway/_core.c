@@ -887,26 +887,21 @@ static PyObject *choice_object(const Candidate *picked)
 static PyObject *pick_scored(const Choosing *c, const Match *cached, const Match *active)
 {
     const Prompt *p = &c->prompt;
-    Score score;
-    PyObject *result;
-    byte *room = PyMem_RawMalloc(p->slots * (2 * sizeof(uint32_t) + sizeof(Candidate) + sizeof(double)) + 1);
+    const Holders *index = &c->index->holders;
+    double *room = PyMem_RawMalloc(p->slots * (2 * sizeof(double) + 2 * sizeof(uint32_t)) + 1), *shares = room + p->slots;
     if (!room || cached->failed || active->failed) {
         PyMem_RawFree(room);
         return PyErr_NoMemory();
     }
-    score.candidate = (Candidate *)room;
-    double *shares = (double *)(score.candidate + p->slots);
-    score.cached = (uint32_t *)(shares + p->slots);
-    score.active = score.cached + p->slots;
+    uint32_t *overlaps = (uint32_t *)(shares + p->slots);
+    const Score score = {overlaps, overlaps + p->slots, room};
     fill_buffer(cached, score.cached, p->slots);
     fill_buffer(active, score.active, p->slots);
     score_all(p, &score);
-    if (!score.candidates)
-        result = Py_NewRef(Py_None);
-    else if (p->temperature > 0)
-        result = choice_object(sample(&score, &c->index->holders, p->temperature, p->seed, shares));
-    else
-        result = choice_object(cheapest(&score, &c->index->holders, p->seed));
+    size_t slot = p->temperature > 0 ? sample(p, &score, index, shares) : cheapest(p, &score, index);
+    PyObject *result = Py_NewRef(Py_None);
+    if (slot < p->slots)
+        Py_SETREF(result, choice_object(&(Candidate){(uint32_t)slot, (uint32_t)overlap_of(p->known[slot] != 0, score.cached[slot], most_overlap(p)), score.cost[slot]}));
     PyMem_RawFree(room);
     return result;
 }

@@ -23,33 +23,54 @@ typedef struct {
     double cost;
 } Candidate;
 
-/* Overlaps by slot: of the index, and of the active blocks. Zeroed room for both, then the slots' candidates. */
+/* By slot: overlaps of the index and of the active blocks, and costs (of slots that aren't eligible: anything). */
 typedef struct {
     uint32_t *cached, *active;
-    Candidate *candidate;
-    size_t candidates;
+    double *cost;
 } Score;
 
 /* 64-bit sums that wrap instead of being undefined; real values are far below. */
 static inline int64_t plus(int64_t a, int64_t b) { return (int64_t)((uint64_t)a + (uint64_t)b); }
 static inline int64_t minus(int64_t a, int64_t b) { return (int64_t)((uint64_t)a - (uint64_t)b); }
 
-static void score_all(const Prompt *p, Score *s)
+/* Blocks of a prompt that can be cached at all: an engine computes one token at least. */
+static inline int64_t most_overlap(const Prompt *p) { return p->prompt_tokens > 0 ? (p->prompt_tokens - 1) / p->block_size : 0; }
+
+static inline int64_t overlap_of(bool known, uint32_t cached, int64_t most)
 {
-    int64_t most = p->prompt_tokens > 0 ? (p->prompt_tokens - 1) / p->block_size : 0;
-    s->candidates = 0;
+    int64_t overlap = (int64_t)cached & -(int64_t)known;
+    return overlap < most ? overlap : most;
+}
+
+/* Without branches and calls, so that the compiler makes vectors of it where it may. */
+static inline __attribute__((always_inline)) void score_by(const Prompt *p, const Score *s)
+{
+    const byte *restrict known = p->known;
+    const int64_t *restrict prefill_tokens = p->prefill_tokens, *restrict decode_blocks = p->decode_blocks;
+    const uint32_t *restrict cached = s->cached, *restrict active = s->active;
+    const double *restrict recent = p->recent, weight = p->overlap_weight, block_size = (double)p->block_size;
+    const int64_t most = most_overlap(p), tokens = p->prompt_tokens, blocks = p->own_blocks, size = p->block_size;
+    double *restrict cost = s->cost;
     for (size_t slot = 0; slot < p->slots; slot++) {
-        if (!p->eligible[slot])
-            continue;
-        int64_t overlap = p->known[slot] ? s->cached[slot] : 0;
-        overlap = overlap < most ? overlap : most;
-        int64_t to_prefill = minus(plus(p->prefill_tokens[slot], p->prompt_tokens), overlap * p->block_size);
-        double prefill = (double)to_prefill / (double)p->block_size;
-        double decode = (double)minus(plus(p->decode_blocks[slot], p->own_blocks), s->active[slot]);
-        double cost = p->overlap_weight * prefill + decode + p->recent[slot];
-        s->candidate[s->candidates++] = (Candidate){(uint32_t)slot, (uint32_t)overlap, cost};
+        int64_t overlap = overlap_of(known[slot] != 0, cached[slot], most);
+        double prefill = (double)minus(plus(prefill_tokens[slot], tokens), overlap * size) / block_size;
+        double decode = (double)minus(plus(decode_blocks[slot], blocks), active[slot]);
+        cost[slot] = weight * prefill + decode + recent[slot];
     }
 }
+
+typedef void ScoreAll(const Prompt *p, const Score *s);
+
+static void score_all_plain(const Prompt *p, const Score *s) { score_by(p, s); }
+
+static ScoreAll *score_all = score_all_plain;
+
+#ifdef __x86_64__
+static __attribute__((target("avx512f,avx512dq,avx512vl,prefer-vector-width=512"), optimize("O3"))) void score_all_avx512(const Prompt *p, const Score *s)
+{
+    score_by(p, s);
+}
+#endif
 
 static uint32_t tree_size(const Holders *h, uint32_t outside)
 {
@@ -57,57 +78,83 @@ static uint32_t tree_size(const Holders *h, uint32_t outside)
     return id == NOBODY ? 0 : h->slot[id].size;
 }
 
-static const Candidate *cheapest(const Score *s, const Holders *index, uint64_t seed)
+/* The eligible slot of the least cost; among equals that of the smallest tree, among those any. `slots`: there is none. */
+static size_t cheapest(const Prompt *p, const Score *s, const Holders *index)
 {
-    const Candidate *best = &s->candidate[0];
+    size_t best = p->slots;
+    uint64_t ties = 1, random = p->seed;
     uint32_t best_size = 0;
     bool sized = false; /* a tree's size is a random read: only for ties */
-    uint64_t ties = 1;
-    for (size_t i = 1; i < s->candidates; i++) {
-        const Candidate *c = &s->candidate[i];
-        if (c->cost < best->cost) {
-            best = c;
+    for (size_t slot = 0; slot < p->slots; slot++) {
+        if (!p->eligible[slot])
+            continue;
+        if (best == p->slots || s->cost[slot] < s->cost[best]) {
+            best = slot;
             ties = 1;
             sized = false;
-        } else if (c->cost == best->cost) {
-            uint32_t size = tree_size(index, c->slot);
+        } else if (s->cost[slot] == s->cost[best]) {
+            uint32_t size = tree_size(index, (uint32_t)slot);
             if (!sized)
-                best_size = tree_size(index, best->slot);
+                best_size = tree_size(index, (uint32_t)best);
             sized = true;
             if (size < best_size) {
-                best = c;
+                best = slot;
                 best_size = size;
                 ties = 1;
-            } else if (size == best_size && next_random(&seed) % ++ties == 0) {
-                best = c;
+            } else if (size == best_size && next_random(&random) % ++ties == 0) {
+                best = slot;
             }
         }
     }
     return best;
 }
 
-/* Draws one from softmax(-cost / temperature). `shares` has room for a number a candidate. */
-static const Candidate *sample(const Score *s, const Holders *index, double temperature, uint64_t seed, double *shares)
+/* Draws an eligible slot from softmax(-cost / temperature). `shares` has room for a number a slot. `slots`: there is none. */
+static size_t sample(const Prompt *p, const Score *s, const Holders *index, double *shares)
 {
-    double low = s->candidate[0].cost, high = low, total = 0;
-    for (size_t i = 1; i < s->candidates; i++) {
-        low = s->candidate[i].cost < low ? s->candidate[i].cost : low;
-        high = s->candidate[i].cost > high ? s->candidate[i].cost : high;
+    uint64_t random = p->seed;
+    size_t first = 0, last = p->slots;
+    while (first < p->slots && !p->eligible[first])
+        first++;
+    if (first == p->slots)
+        return first;
+    double low = s->cost[first], high = low, total = 0;
+    for (size_t slot = first; slot < p->slots; slot++) {
+        if (!p->eligible[slot])
+            continue;
+        low = s->cost[slot] < low ? s->cost[slot] : low;
+        high = s->cost[slot] > high ? s->cost[slot] : high;
     }
     double range = high - low;
     if (range == 0)
-        return cheapest(s, index, seed);
-    for (size_t i = 0; i < s->candidates; i++) {
-        shares[i] = exp(-(s->candidate[i].cost - low) / range / temperature);
-        total += shares[i];
+        return cheapest(p, s, index);
+    for (size_t slot = first; slot < p->slots; slot++) {
+        shares[slot] = p->eligible[slot] ? exp(-(s->cost[slot] - low) / range / p->temperature) : 0;
+        total += shares[slot];
     }
-    double point = (double)(next_random(&seed) >> 11) * 0x1p-53 * total;
-    for (size_t i = 0; i < s->candidates; i++) {
-        point -= shares[i];
+    double point = (double)(next_random(&random) >> 11) * 0x1p-53 * total;
+    for (size_t slot = first; slot < p->slots; slot++) {
+        if (!p->eligible[slot])
+            continue;
+        last = slot;
+        point -= shares[slot];
         if (point < 0)
-            return &s->candidate[i];
+            break;
     }
-    return &s->candidate[s->candidates - 1];
+    return last;
+}
+
+/* Picks what this processor does fastest; once, before any match. */
+static void choose_instructions(void)
+{
+#ifdef __x86_64__
+    if (__builtin_cpu_supports("avx2")) {
+        look_up = look_up_avx2;
+        covered = covered_avx2;
+    }
+    if (__builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        score_all = score_all_avx512;
+#endif
 }
 
 #endif

@@ -298,17 +298,6 @@ static __attribute__((target("avx2"))) size_t look_up_avx2(Bucket *const *home, 
 }
 #endif
 
-/* Picks what this processor does fastest; once, before any match. */
-static void choose_instructions(void)
-{
-#ifdef __x86_64__
-    if (__builtin_cpu_supports("avx2")) {
-        look_up = look_up_avx2;
-        covered = covered_avx2;
-    }
-#endif
-}
-
 /* Finds the homes of blocks and fetches them. */
 static inline void match_fetch(const Match *m, const byte *hashes, size_t count, Bucket **home)
 {
