@@ -130,7 +130,7 @@ class ProcessWorld(Weather):
                 report.start_s = time.monotonic() - began
         finally:
             watch.cancel()
-        assert report.load.failures == []
+        assert not report.load.failures, "\n".join(report.load.failures)
         began = time.monotonic()
         truth: Truth = await eventually(self._agreed, within_s)
         report.calm_s = time.monotonic() - began

@@ -63,13 +63,13 @@ class ServiceProcess:
         return self._child.addresses
 
     async def kill(self) -> None:
-        """SIGKILL. Returns when there is no process. Harmless if it isn't running."""
+        """SIGKILL. Not running from now on; returns when there is no process. Harmless if it isn't running."""
         if self._child is None:
             return
         self.check()
         self.kills += 1
         self._child.kill()
-        await self._ended()
+        await self._leave()
 
     def pause(self, seconds: float) -> None:
         """SIGSTOP, and SIGCONT after so many seconds, unless it was killed or resumed before."""
@@ -92,19 +92,19 @@ class ServiceProcess:
             return
         self.resume()
         await self._child.stop(STOP_TIMEOUT_S)
-        how = await self._ended()
+        how = await self._leave()
         assert how.startswith("ended with exit code 0;"), f"{self.name} {how}"
 
     def _resume(self, child: Child) -> None:
         if child is self._child and self._end is not None and not self._end.done():
             os.kill(child.pid, signal.SIGCONT)
 
-    async def _ended(self) -> str:
-        """How it ended; from now on it may be started again."""
-        assert self._up is not None
-        assert self._end is not None
-        self._up.cancel()
-        _, how = await asyncio.gather(self._up, self._end, return_exceptions=True)
+    async def _leave(self) -> str:
+        """Have no process any more; returns how the one that there was has ended."""
+        up, end = self._up, self._end
+        assert up is not None
+        assert end is not None
         self._child = self._up = self._end = None
-        assert isinstance(how, str), how
-        return how
+        up.cancel()
+        await asyncio.gather(up, return_exceptions=True)
+        return await end
