@@ -54,6 +54,9 @@ WORKERS = 2
 DECODE_MS = 5.0
 """Streams last long enough for a fault to hit them."""
 PAUSE_S = 0.3
+STORM_TIMEOUT_S = 60.0
+"""A storm that hangs shows where."""
+
 NO_WORKER_GRACE_S = 2.0
 """From a worker's being ready until every router can have noticed: a request that comes before may fail for want of a worker."""
 
@@ -101,6 +104,7 @@ class ProcessWorld(Weather):
         return self
 
     async def __aexit__(self, kind: object, *_: object) -> None:
+        await self.load.close()
         try:
             for service in reversed(self.services):
                 # After a failure, how a service ends is of no interest.
@@ -121,6 +125,16 @@ class ProcessWorld(Weather):
         self.seed(seed)
         self.load.rng.seed(seed)
         report = ProcessReport(seed)
+        async with asyncio.timeout(STORM_TIMEOUT_S):
+            await self._storm(report, faults)
+            began = time.monotonic()
+            truth: Truth = await eventually(self._agreed, within_s)
+            report.calm_s = time.monotonic() - began
+            report.blocks = sum(map(len, truth.values()))
+            await self._engines_hold(truth)
+        return report
+
+    async def _storm(self, report: ProcessReport, faults: int) -> None:
         watch = asyncio.create_task(self._watch_workers())
         try:
             async with self.load.running() as report.load:
@@ -131,12 +145,6 @@ class ProcessWorld(Weather):
         finally:
             watch.cancel()
         assert not report.load.failures, "\n".join(report.load.failures)
-        began = time.monotonic()
-        truth: Truth = await eventually(self._agreed, within_s)
-        report.calm_s = time.monotonic() - began
-        report.blocks = sum(map(len, truth.values()))
-        await self._engines_hold(truth)
-        return report
 
     # --- services
 
@@ -198,14 +206,18 @@ class ProcessWorld(Weather):
     async def _agreed(self) -> Truth:
         """What the engines hold, if everybody says the same; AssertionError if not."""
         self._check()
-        truth = await self._truth()
-        for indexer in self.indexers:
-            await self._indexer_holds(indexer, truth)
-        for router in self.routers:
-            await self._router_holds(router, truth)
+        try:
+            truth = await self._truth()
+            for indexer in self.indexers:
+                await self._indexer_holds(indexer, truth)
+            for router in self.routers:
+                await self._router_holds(router, truth)
+        except grpc.aio.AioRpcError as error:
+            raise AssertionError(f"{error.code().name}: {error.details()}") from error
         for service in (*self.workers, *self.routers):
             metrics = await asyncio.to_thread(http, f"http://{service.addresses['metrics']}/metrics")
-            assert leftovers(metrics.body.decode()) == [], service.name
+            left = leftovers(metrics.body.decode())
+            assert not left, f"{service.name}: {left}"
         return truth
 
     async def _truth(self) -> Truth:
@@ -244,7 +256,7 @@ class ProcessWorld(Weather):
         for known, answer in zip(self.load.known, answers, strict=True):
             told = {(c.worker_id, c.dp_rank): (c.overlap_blocks, c.tree_size) for c in answer.candidates if c.index_known}
             right = {(key.worker_id, key.dp_rank): (overlap(known, held), len(held)) for key, held in truth.items()}
-            assert told == right, f"{router.name}: {list(answer.remarks)}"
+            assert told == right, f"{router.name}: {told} where {right} is right, {list(answer.remarks)}"
             assert all(c.eligible for c in answer.candidates), f"{router.name}: {list(answer.remarks)}"
 
     async def _engines_hold(self, truth: Truth) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 from harness.calls import generate, request
+from harness.front_door import Answer as HttpAnswer
 from harness.front_door import Client
 from harness.load import reference
 from harness.service_process import ServiceProcess
@@ -58,8 +59,42 @@ class Refused(Exception):
     """An HTTP answer that is an error."""
 
 
+class _Life:
+    """One life of a router, as its clients know it."""
+
+    def __init__(self, router: ServiceProcess) -> None:
+        self.name = router.name
+        self.kills = router.kills
+        self.channel = rpc.open_channel(router.addresses["grpc"])
+        self._http = router.addresses["http"].rpartition(":")
+        self._serving = False
+
+    async def serves(self) -> bool:
+        """Whether it has ever said that it is ready. What happens afterwards is its own affair, and no client's."""
+        if not self._serving:
+            try:
+                self._serving = (await self.ask("GET", "/ready")).status == 200
+            except (OSError, EOFError):
+                return False
+        return self._serving
+
+    async def ask(self, method: str, path: str, body: bytes = b"") -> HttpAnswer:
+        """A request on a connection of its own, and the whole answer.
+
+        Raises:
+            OSError, EOFError: there is none.
+        """
+        host, _, port = self._http
+        client = Client(*await asyncio.open_connection(host, int(port)))
+        try:
+            await client.send_request(method, path, body)
+            return await client.answer()
+        finally:
+            client.abort()
+
+
 class StormLoad:
-    """Clients of the routers. `learn` first, then `running`, as often as wanted.
+    """Clients of the routers. `learn` first, then `running`, as often as wanted, and `close`.
 
     Args:
         excused: whether a request may fail that was begun at this time (monotonic) and fails now. One whose router was killed
@@ -71,6 +106,7 @@ class StormLoad:
         self.known: list[Known] = []
         self._routers = routers
         self._excused = excused
+        self._lives: dict[tuple[str, int], _Life] = {}
 
     async def learn(self, model: str, block_size: int) -> None:
         """Get the answers, in calm."""
@@ -97,18 +133,31 @@ class StormLoad:
             finally:
                 stopping.set()
 
+    async def close(self) -> None:
+        for life in self._lives.values():
+            await life.channel.close()
+
     async def _client(self, tally: Tally, stopping: asyncio.Event) -> None:
         while not stopping.is_set():
             ready = [router for router in self._routers if router.ready]
             if ready:
-                await self._request(self.rng.choice(ready), tally)
+                router = self.rng.choice(ready)
+                life = self._life(router)
+                if await life.serves():
+                    await self._request(router, life, tally)
             await asyncio.sleep(self.rng.uniform(0.0, 0.02))
 
-    async def _request(self, router: ServiceProcess, tally: Tally) -> None:
+    def _life(self, router: ServiceProcess) -> _Life:
+        key = router.name, router.kills
+        if key not in self._lives:
+            self._lives[key] = _Life(router)
+        return self._lives[key]
+
+    async def _request(self, router: ServiceProcess, life: _Life, tally: Tally) -> None:
         known = self.rng.choice(self.known)
         ask = self._over_http if self.rng.random() < HTTP_SHARE else self._over_grpc
-        call = asyncio.create_task(ask(router, known, self.rng.randint(1, MAX_TOKENS), tally))
-        begun, kills = time.monotonic(), router.kills
+        call = asyncio.create_task(ask(life, known, self.rng.randint(1, MAX_TOKENS), tally))
+        begun = time.monotonic()
         give_up_s = self.rng.uniform(0.0, 0.3) if self.rng.random() < CANCELLED_SHARE else None
         try:
             done, _ = await asyncio.wait((call,), timeout=give_up_s)
@@ -123,21 +172,20 @@ class StormLoad:
             tally.whole += 1
         except (grpc.aio.AioRpcError, OSError, EOFError, Refused, AssertionError) as error:
             wrong = isinstance(error, AssertionError)
-            if not wrong and (router.kills > kills or self._excused(begun)):
+            if not wrong and (router.kills > life.kills or self._excused(begun)):
                 tally.excused += 1
             else:
-                tally.failures.append(f"{ask.__name__} to {router.name}, after {time.monotonic() - begun:.2f} s: {error!r}")
+                tally.failures.append(f"{ask.__name__} to {life.name}, after {time.monotonic() - begun:.2f} s: {error!r}")
 
-    async def _over_grpc(self, router: ServiceProcess, known: Known, max_tokens: int, tally: Tally) -> None:
-        async with rpc.open_channel(router.addresses["grpc"]) as channel:
-            stub = generate_pb2_grpc.GenerationStub(channel)
-            answer = await generate(stub, request(known.prompt, max_tokens), TIMEOUT_S)
+    async def _over_grpc(self, life: _Life, known: Known, max_tokens: int, tally: Tally) -> None:
+        stub = generate_pb2_grpc.GenerationStub(life.channel)
+        answer = await generate(stub, request(known.prompt, max_tokens), TIMEOUT_S)
         assert (answer.text, answer.tokens) == (known.text[:max_tokens], known.tokens[:max_tokens])
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(known.prompt), max_tokens)
         assert answer.finished is not None
         tally.moved += answer.finished.migrations > 0
 
-    async def _over_http(self, router: ServiceProcess, known: Known, max_tokens: int, tally: Tally) -> None:
+    async def _over_http(self, life: _Life, known: Known, max_tokens: int, tally: Tally) -> None:
         body = {
             "model": "sim",
             "prompt": known.prompt,
@@ -147,13 +195,7 @@ class StormLoad:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        host, _, port = router.addresses["http"].rpartition(":")
-        client = Client(*await asyncio.open_connection(host, int(port)))
-        try:
-            await client.send_request("POST", "/v1/completions", json.dumps(body).encode())
-            answer = await client.answer()
-        finally:
-            client.abort()
+        answer = await life.ask("POST", "/v1/completions", json.dumps(body).encode())
         if answer.status != 200:
             raise Refused(f"{answer.status} {answer.body!r}")
         *chunks, done = answer.events
