@@ -70,6 +70,9 @@ class ProcessReport(Report):
     load: Tally = field(default_factory=Tally)
     start_s: float = 0.0
     """From the end of the faults until everything that was down was ready again."""
+    behind_holes: int = 0
+    """Blocks in the end that no choice can be about, since one before them isn't held: of the routers' replicas, only the number
+    of these is compared. Where there are none, replicas are compared block by block."""
 
 
 class ProcessWorld(Weather):
@@ -131,6 +134,7 @@ class ProcessWorld(Weather):
             truth: Truth = await eventually(self._agreed, within_s)
             report.calm_s = time.monotonic() - began
             report.blocks = sum(map(len, truth.values()))
+            report.behind_holes = report.blocks - sum(map(len, map(self._reached, truth.values())))
             await self._engines_hold(truth)
         return report
 
@@ -244,8 +248,11 @@ class ProcessWorld(Weather):
             await replica.stop()
 
     async def _router_holds(self, router: ServiceProcess, truth: Truth) -> None:
-        """AssertionError unless each rank's overlap with each prompt, and the size of its tree, are the truth's: of blocks that
-        all belong to these prompts, that leaves none out that a choice could be about."""
+        """AssertionError unless each rank's overlaps with prompts and their answers, and the number of its blocks, are right.
+
+        All blocks belong to these prompts and answers: a replica that passes holds every block of the truth that isn't behind
+        a hole, and as many others as there are blocks behind holes.
+        """
         async with rpc.open_channel(router.addresses["grpc"]) as channel:
             stub = router_pb2_grpc.RouterStub(channel)
             # One token more than the last block: a choice never counts on the last token's block.
@@ -258,6 +265,10 @@ class ProcessWorld(Weather):
             right = {(key.worker_id, key.dp_rank): (overlap(known, held), len(held)) for key, held in truth.items()}
             assert told == right, f"{router.name}: {told} where {right} is right, {list(answer.remarks)}"
             assert all(c.eligible for c in answer.candidates), f"{router.name}: {list(answer.remarks)}"
+
+    def _reached(self, held: set[int]) -> set[int]:
+        """The blocks that some prompt's overlap takes in."""
+        return {block for known in self.load.known for block in known.blocks[: overlap(known, held)]}
 
     async def _engines_hold(self, truth: Truth) -> None:
         """On each rank, the prompt of which it holds most: what the engine takes from its cache is what was foretold."""
