@@ -76,8 +76,9 @@ test-vllm: $(VLLM_VENV)/.installed $(DEMO_MODEL)/config.json ## the tests that n
 	DEMO_MODEL=$(abspath $(DEMO_MODEL)) $(VLLM_VENV)/bin/python -m pytest tests/vllm -m vllm -W default -p no:randomly $(PYTEST_ARGS)
 
 soak: $(VENV)/.dev ## long runs: 10,000 requests with a fifth cancelled, storms
-	SOAK_REQUESTS=10000 OUTAGE_S=30 STORMS=1000 $(BIN)/python -m pytest --timeout=3600 \
-	  tests/system/test_soak.py tests/system/test_failures.py tests/system/test_storms.py tests/system/test_truth.py $(PYTEST_ARGS)
+	SOAK_REQUESTS=10000 OUTAGE_S=30 STORMS=1000 PROCESS_STORMS=200 $(BIN)/python -m pytest --timeout=3600 \
+	  tests/system/test_soak.py tests/system/test_failures.py tests/system/test_storms.py \
+	  tests/system/test_process_storms.py tests/system/test_truth.py $(PYTEST_ARGS)
 
 bench: $(VENV)/.dev ## the core against Dynamo's; JSON=<file> writes the figures
 	$(BIN)/python bench/core.py $(if $(PEERS_DIR),--peer-python='$(PEERS_DIR)/dynamo/bin/python')

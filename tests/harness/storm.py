@@ -11,19 +11,30 @@ import asyncio
 import random
 import time
 from array import array
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar, copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 from harness.indexer import RunningReplica
 from harness.nats import NatsServer
-from harness.proxies import Faults, NatsProxy, TcpProxy
+from harness.proxies import NatsProxy, TcpProxy
 from harness.registry import Replica as RunningRegistry
 from harness.waiting import can_listen, eventually, free_port
+from harness.weather import (
+    NETWORK_FAULTS,
+    RANKS_PER_WORKER,
+    Report,
+    Weather,
+    indexer_settings,
+    loopback,
+    registry_settings,
+    router_settings,
+    snapshot,
+    worker_settings,
+)
 
 from rankway import rpc
 from rankway.blocks import unpack_hashes
@@ -33,20 +44,13 @@ from rankway.indexer.settings import IndexerSettings
 from rankway.indexer.slots import RankKey
 from rankway.ranks import LocalRank
 from rankway.registry.client import RegistryClient
-from rankway.registry.settings import RegistrySettings
 from rankway.router import service as router_service
-from rankway.router.settings import RouterSettings
 from rankway.router.targets import Holder
 from rankway.sampling import Sampling
 from rankway.v1 import worker_pb2, worker_pb2_grpc
 from rankway.worker import service as worker_service
 from rankway.worker.engine import EngineOutput, EngineRequest
-from rankway.worker.settings import WorkerSettings
 
-BLOCK_SIZE = 4
-KV_BLOCKS = 64
-RANKS_PER_WORKER = 2
-LEASE_S = 1
 KILL_TIMEOUT_S = 30.0
 
 Truth = Mapping[RankKey, set[int]]
@@ -135,8 +139,8 @@ class StormWorker:
 
     def __init__(self, world: World, number: int) -> None:
         self.worker_id = f"w{number}"
-        self.start_rank = number * RANKS_PER_WORKER
-        self.nats = NatsProxy(lambda: ("127.0.0.1", world.nats.port), world.rng)
+        self._number = number
+        self.nats = NatsProxy(lambda: ("127.0.0.1", world.nats.port), world.network_rng)
         self.registries = [TcpProxy(lambda port=port: ("127.0.0.1", port)) for port in world.registry_ports]  # type: ignore[misc]
         self._world = world
         self._service: Service | None = None
@@ -150,21 +154,11 @@ class StormWorker:
     async def start(self) -> None:
         for proxy in (self.nats, *self.registries):
             proxy.heal()
-        settings = WorkerSettings(
-            worker_id=self.worker_id,
-            dp_group="g",
-            nats_url=f"nats://{self.nats.address}",
-            registry_endpoints=tuple(proxy.address for proxy in self.registries),
-            data_parallel_size=RANKS_PER_WORKER * len(self._world.workers),
-            start_rank=self.start_rank,
-            size=RANKS_PER_WORKER,
-            block_size=BLOCK_SIZE,
-            num_kv_blocks=KV_BLOCKS,
-            max_num_seqs=8,
-            max_num_batched_tokens=256,
-            sim_decode_ms=2.0,
-            sim_prefill_tokens_per_s=100_000.0,
-            drain_timeout_s=0.1,
+        settings = worker_settings(
+            self._number,
+            len(self._world.workers),
+            f"nats://{self.nats.address}",
+            [proxy.address for proxy in self.registries],
         )
         self._service = Service(worker_service.run, settings, self._built)
 
@@ -284,22 +278,10 @@ class StormRouter:
     """A router whose replica can be looked at."""
 
     def __init__(self, world: World, number: int) -> None:
-        self.router_id = f"r{number}"
+        settings = router_settings(number, world.nats.url, loopback(world.registry_ports), loopback(world.indexer_ports))
+        self.router_id = settings.router_id
         self.router: Any = None
-        self._service = Service(router_service.run, self._settings(world, number), self._built)
-
-    def _settings(self, world: World, number: int) -> RouterSettings:
-        indexers = [f"127.0.0.1:{port}" for port in world.indexer_ports]
-        return RouterSettings(
-            grpc_listen="127.0.0.1:0",
-            http_listen="127.0.0.1:0",
-            nats_url=world.nats.url,
-            registry_endpoints=tuple(f"127.0.0.1:{port}" for port in world.registry_ports),
-            indexer_endpoints=tuple(indexers[number % 2 :] + indexers[: number % 2]),
-            router_id=self.router_id,
-            dp_group="g",
-            drain_timeout_s=0.1,
-        )
+        self._service = Service(router_service.run, settings, self._built)
 
     def _built(self, router: Any) -> None:
         self.router = router
@@ -326,34 +308,32 @@ class StormRouter:
 
 
 @dataclass(slots=True)
-class Report:
-    """What a storm did and how it ended."""
+class TaskReport(Report):
+    """Of a storm over services that are tasks."""
 
-    seed: int
-    actions: list[str] = field(default_factory=list)
-    calm_s: float = 0.0
-    """From the end of the faults until everybody agreed."""
-    blocks: int = 0
     tasks: int = 0
     """Of the whole process, in the end."""
 
 
-class World:
+class World(Weather):
     """The cluster. `async with World(...) as world: await world.storm(seed)`, as often as wanted."""
 
     def __init__(self, directory: Path, seed: int, *, routers: int = 2, workers: int = 2) -> None:
-        self.rng = random.Random(seed)
-        self.nats = NatsServer(directory / "jetstream")
+        super().__init__(NatsServer(directory / "jetstream"))
         self.registry_ports = [free_port(), free_port()]
         self.indexer_ports = [free_port(), free_port()]
         self.registries: list[RunningRegistry | None] = [None, None]
         self.indexers: list[StormIndexer | None] = [None, None]
         self.routers: list[StormRouter] = []
         self.workers: list[StormWorker] = []
-        self.done: Counter[str] = Counter()
         self._router_count = routers
         self._worker_count = workers
-        self._prompts = [array("I", [self.rng.randrange(256) for _ in range(80)]) for _ in range(6)]
+        self._load_rng = random.Random(seed)
+        self._prompts = [array("I", [self._load_rng.randrange(256) for _ in range(80)]) for _ in range(6)]
+
+    @property
+    def links(self) -> Sequence[NatsProxy]:
+        return [worker.nats for worker in self.workers]
 
     async def __aenter__(self) -> World:
         await asyncio.to_thread(self.nats.start)
@@ -380,22 +360,18 @@ class World:
                 await registry.stop()
         await asyncio.to_thread(self.nats.kill, lose_store=True)
 
-    async def storm(self, seed: int, *, actions: int = 6, within_s: float = 5.0) -> Report:
+    async def storm(self, seed: int, *, actions: int = 6, within_s: float = 5.0) -> TaskReport:
         """One storm and the calm after it.
 
         Raises:
             AssertionError: somebody doesn't hold the truth `within_s` after the faults have ended.
         """
-        self.rng.seed(seed)
-        report = Report(seed)
+        self.seed(seed)
+        self._load_rng.seed(seed)
+        report = TaskReport(seed)
         load = asyncio.create_task(self._load())
         try:
-            for _ in range(actions):
-                name, action = self.rng.choice(ACTIONS)
-                report.actions.append(name)
-                self.done[name] += 1
-                await action(self)
-                await asyncio.sleep(self.rng.uniform(0.0, 0.12))
+            await self.play(FAULTS, report, actions, 0.12)
             await self._end_faults()
         finally:
             load.cancel()
@@ -415,33 +391,30 @@ class World:
                 if worker.alive:
                     number += 1
                     self._submit(worker, f"{worker.worker_id}-{number}-{time.monotonic_ns()}")
-            await asyncio.sleep(self.rng.uniform(0.0, 0.01))
+            await asyncio.sleep(self._load_rng.uniform(0.0, 0.01))
 
     def _submit(self, worker: StormWorker, request_id: str) -> None:
-        family = self.rng.choice(self._prompts)
-        prompt = family[: self.rng.randrange(1, len(family))] + array("I", [self.rng.randrange(256)])
-        tokens = self.rng.randrange(1, 12)
+        family = self._load_rng.choice(self._prompts)
+        prompt = family[: self._load_rng.randrange(1, len(family))] + array("I", [self._load_rng.randrange(256)])
+        tokens = self._load_rng.randrange(1, 12)
         worker.engine.submit(
             EngineRequest(
                 request_id=request_id,
                 tokens=prompt,
                 prompt_len=len(prompt),
                 sampling=Sampling(max_tokens=tokens, ignore_eos=True),
-                local_rank=LocalRank(self.rng.randrange(RANKS_PER_WORKER)),
+                local_rank=LocalRank(self._load_rng.randrange(RANKS_PER_WORKER)),
                 emit=_ignore,
             )
         )
-        if self.rng.random() < 0.1:
+        if self._load_rng.random() < 0.1:
             worker.engine.abort(request_id)
 
     # --- the calm
 
     async def _end_faults(self) -> None:
+        self.clear_up()
         for worker in self.workers:
-            worker.nats.faults = Faults()
-            for proxy in (worker.nats, *worker.registries):
-                proxy.heal()
-                proxy.flow()
             if not worker.running:
                 await worker.start()
         for number in (0, 1):
@@ -452,7 +425,7 @@ class World:
         for worker in self.workers:
             worker.nats.release()
 
-    async def _settle(self, report: Report, within_s: float) -> None:
+    async def _settle(self, report: TaskReport, within_s: float) -> None:
         started = time.monotonic()
         await eventually(lambda: all(worker.alive and worker.idle for worker in self.workers), 10.0)
         began = time.monotonic()
@@ -504,17 +477,14 @@ class World:
         finally:
             await replica.stop()
         for worker in self.workers:
-            async with rpc.open_channel(worker.endpoint) as channel:
-                for key, blocks in worker.truth().items():
-                    answer = worker_pb2_grpc.WorkerStub(channel).Snapshot(worker_pb2.SnapshotRequest(dp_rank=key.dp_rank))
-                    assert blocks == {block async for part in answer for block in unpack_hashes(part.block_hashes)}
+            for key, blocks in worker.truth().items():
+                assert await snapshot(worker.endpoint, key.worker_id, key.dp_rank) == (key, blocks)
 
     # --- services
 
     async def _start_registry(self, number: int) -> None:
         listen = await self._vacated(self.registry_ports[number])
-        settings = RegistrySettings(grpc_listen=listen, nats_url=self.nats.url, lease_ttl_s=LEASE_S)
-        self.registries[number] = RunningRegistry(settings)
+        self.registries[number] = RunningRegistry(registry_settings(listen, self.nats.url))
 
     async def _vacated(self, port: int) -> str:
         """The address of a port that the one before, cancelled where it stood, has left."""
@@ -522,53 +492,11 @@ class World:
         return f"127.0.0.1:{port}"
 
     async def _start_indexer(self, number: int) -> None:
-        settings = IndexerSettings(
-            grpc_listen=await self._vacated(self.indexer_ports[number]),
-            nats_url=self.nats.url,
-            registry_endpoints=tuple(f"127.0.0.1:{port}" for port in self.registry_ports),
-            dp_group="g",
-            indexer_id=f"i{number}",
-            resync_timeout_s=2.0,
-        )
+        listen = await self._vacated(self.indexer_ports[number])
+        settings = indexer_settings(number, listen, self.nats.url, loopback(self.registry_ports))
         self.indexers[number] = StormIndexer(settings)
 
     # --- faults
-
-    async def bad_network(self) -> None:
-        worker = self.rng.choice(self.workers)
-        worker.nats.faults = Faults(
-            drop=self.rng.choice([0.0, 0.05, 0.5]),
-            duplicate=self.rng.choice([0.0, 0.2]),
-            delay=self.rng.choice([0.0, 0.2]),
-            reorder=self.rng.choice([0.0, 0.2]),
-            corrupt=self.rng.choice([0.0, 0.05]),
-        )
-
-    async def lost_messages(self) -> None:
-        worker = self.rng.choice(self.workers)
-        worker.nats.faults = Faults(drop=1.0)
-        await asyncio.sleep(self.rng.uniform(0.0, 0.1))
-        worker.nats.faults = Faults()
-
-    async def cut_connection(self) -> None:
-        self.rng.choice(self.workers).nats.cut()
-
-    async def stalled_connection(self) -> None:
-        proxy = self.rng.choice(self.workers).nats
-        proxy.stall()
-        await asyncio.sleep(self.rng.uniform(0.05, 0.3))
-        proxy.flow()
-
-    async def nats_restart(self) -> None:
-        await asyncio.to_thread(self.nats.restart)
-
-    async def nats_restart_without_store(self) -> None:
-        await asyncio.to_thread(self.nats.restart, lose_store=True)
-
-    async def nats_pause(self) -> None:
-        self.nats.pause()
-        await asyncio.sleep(self.rng.uniform(0.05, 0.4))
-        self.nats.resume()
 
     async def indexer_restart(self) -> None:
         number = self.rng.randrange(2)
@@ -607,7 +535,7 @@ class World:
     async def lease_flap(self) -> None:
         """Somebody ends a lease; its worker finds out and registers again, the same instance."""
         worker = self.rng.choice(self.workers)
-        client = RegistryClient([f"127.0.0.1:{port}" for port in self.registry_ports])
+        client = RegistryClient(loopback(self.registry_ports))
         try:
             if worker.alive:
                 async with asyncio.timeout(0.5):
@@ -634,25 +562,14 @@ def _ignore(output: EngineOutput) -> None:
     pass
 
 
-ACTIONS: Sequence[tuple[str, Callable[[World], Awaitable[None]]]] = [
-    (action.__name__, action)
-    for action in (
-        World.bad_network,
-        World.bad_network,
-        World.bad_network,
-        World.lost_messages,
-        World.cut_connection,
-        World.stalled_connection,
-        World.nats_restart,
-        World.nats_restart_without_store,
-        World.nats_pause,
-        World.indexer_restart,
-        World.indexer_down,
-        World.router_restart,
-        World.registry_restart,
-        World.worker_restart,
-        World.worker_down,
-        World.lease_flap,
-        World.reset_caches,
-    )
-]
+FAULTS: Sequence[Callable[[World], Awaitable[None]]] = (
+    *NETWORK_FAULTS,
+    World.indexer_restart,
+    World.indexer_down,
+    World.router_restart,
+    World.registry_restart,
+    World.worker_restart,
+    World.worker_down,
+    World.lease_flap,
+    World.reset_caches,
+)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import re
 from collections.abc import Iterator
 
 import psutil
 import pytest
 from harness.calls import generate, http, request
 from harness.cluster import OPTIONS, Cluster
+from harness.metrics import leftovers
 from harness.waiting import eventually
 
 from rankway import rpc
@@ -21,10 +21,6 @@ REQUESTS = int(os.environ.get("SOAK_REQUESTS", "1000"))
 """`make soak` sends 10,000."""
 CLIENTS = 32
 CANCELLED_SHARE = 0.2
-BACK_TO_ZERO = re.compile(
-    r"rankway_router_(rank_requests|rank_prefill_tokens|rank_decode_blocks|in_flight|grpc_streams|reservations|queue_requests|"
-    r"queue_tokens|http_active_requests)\b(?!_)|rankway_worker_(running_requests|waiting_requests|queued_prefill_tokens|used_kv_blocks)\b"
-)
 
 
 @pytest.fixture
@@ -43,12 +39,12 @@ async def test_soak(quiet_cluster: Cluster) -> None:
     """A fifth of the requests is cancelled at any stage; ledger, queues, streams, tasks, files and memory are as before."""
     cluster = quiet_cluster
     await run_load(cluster, max(REQUESTS // 4, 200), seed=1)  # caches fill, pools grow
-    await eventually(lambda: leftovers(cluster) == [], 10)
+    await eventually(lambda: left_over(cluster) == [], 10)
     before = footprint(cluster)
     completed, cancelled = await run_load(cluster, REQUESTS, seed=2)
     assert completed + cancelled == REQUESTS
     assert cancelled > REQUESTS * CANCELLED_SHARE / 2
-    await eventually(lambda: leftovers(cluster) == [], 10)
+    await eventually(lambda: left_over(cluster) == [], 10)
     after = footprint(cluster)
     for name, (tasks, files, memory_mib) in after.items():
         assert tasks <= before[name][0] + 2, (name, before, after)
@@ -85,13 +81,13 @@ async def run_load(cluster: Cluster, count: int, seed: int) -> tuple[int, int]:
     return tally[0], tally[1]
 
 
-def leftovers(cluster: Cluster) -> list[str]:
-    """Series that are 0 when nothing is under way, and aren't."""
-    found: list[str] = []
-    for service in ("router", "worker-0", "worker-1"):
-        lines = http(cluster.metrics_url(service)).body.decode().splitlines()
-        found += [line for line in lines if BACK_TO_ZERO.match(line) and float(line.rpartition(" ")[2]) != 0]
-    return found
+def left_over(cluster: Cluster) -> list[str]:
+    """What is under way, by the metrics of the router and the workers."""
+    return [
+        line
+        for service in ("router", "worker-0", "worker-1")
+        for line in leftovers(http(cluster.metrics_url(service)).body.decode())
+    ]
 
 
 def footprint(cluster: Cluster) -> dict[str, tuple[int, int, float]]:
