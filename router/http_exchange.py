@@ -125,10 +125,14 @@ class Exchange:
         self.write_raw(head if self.method == "HEAD" else head + body)
         self._end()
 
-    def open_stream(self, headers: bytes, first: bytes) -> None:
-        """Status 200, `headers` (complete lines), and the first part, maybe empty, of a body of unknown length."""
+    def stream_head(self, headers: bytes) -> bytes:
+        """What a stream begins with: status 200 and `headers` (complete lines)."""
+        framing = b"transfer-encoding: chunked\r\n" if self.chunked else b""
+        return b"%b%b%b%b\r\n" % (STATUS_LINES[200], framing, self._common_headers(), headers)
+
+    def open_stream(self, head: bytes, first: bytes) -> None:
+        """The head (`stream_head`) and the first part, maybe empty, of a body of unknown length."""
         self.started = True
-        head = self._stream_head(headers)
         self.write_raw(head + self._framed(first) if first else head)
 
     def write(self, data: bytes) -> None:
@@ -141,10 +145,10 @@ class Exchange:
         self.write_raw(self._framed(last) + self._stream_end())
         self._end()
 
-    def whole_stream(self, headers: bytes, body: bytes) -> None:
+    def whole_stream(self, head: bytes, body: bytes) -> None:
         """A stream of one part, not empty."""
         self.started = self.done = True
-        self.write_raw(self._stream_head(headers) + self._framed(body) + self._stream_end())
+        self.write_raw(head + self._framed(body) + self._stream_end())
         self._end()
 
     def break_off(self, last: bytes) -> None:
@@ -167,10 +171,6 @@ class Exchange:
     def _end(self) -> None:
         self.on_gone = None
         self._connection.answered(self)
-
-    def _stream_head(self, headers: bytes) -> bytes:
-        framing = b"transfer-encoding: chunked\r\n" if self.chunked else b""
-        return b"%b%b%b%b\r\n" % (STATUS_LINES[200], framing, self._common_headers(), headers)
 
     def _framed(self, part: bytes) -> bytes:
         return b"%x\r\n%b\r\n" % (len(part), part) if self.chunked else part

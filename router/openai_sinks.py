@@ -65,7 +65,7 @@ class StreamedAnswer(_Answer):
     The head waits for the first delta: until then the request may move, or fail with a status of its own.
     """
 
-    __slots__ = ("_include_usage", "_last", "_logprobs", "_single")
+    __slots__ = ("_head", "_include_usage", "_last", "_logprobs", "_opening", "_single")
 
     def __init__(
         self, exchange: Exchange, form: Form, request_id: str, observer: Observer, *, include_usage: bool, logprobs: bool, n: int
@@ -74,11 +74,16 @@ class StreamedAnswer(_Answer):
         self._include_usage = include_usage
         self._logprobs = logprobs
         self._single = n == 1
+        self._head = self._opening = b""
+        """What comes before the first delta's events: made while it is waited for."""
         self._last = b""
         """The events of an only choice's last delta, which leave together with the end."""
 
     def routed(self, routed: Routed) -> None:
         self._routed = routed
+        headers = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n" + self._headers()
+        self._head = self._exchange.stream_head(headers)
+        self._opening = self._form.opening()
 
     def plain_events(self) -> Events | None:
         """How to write text without coming by here; None: not with log probabilities."""
@@ -98,7 +103,7 @@ class StreamedAnswer(_Answer):
         if reason and self._single:
             self._last = data
         elif not self._exchange.started:
-            self._exchange.open_stream(self._head(), self._form.opening() + data)
+            self._exchange.open_stream(self._head, self._opening + data)
         elif data:
             self._exchange.write(data)
 
@@ -111,7 +116,7 @@ class StreamedAnswer(_Answer):
         if self._exchange.started:
             self._exchange.end_stream(last)
         else:
-            self._exchange.whole_stream(self._head(), self._form.opening() + last)
+            self._exchange.whole_stream(self._head, self._opening + last)
 
     def failed(self, error: RankwayError) -> None:
         if not self._exchange.started:
@@ -119,9 +124,6 @@ class StreamedAnswer(_Answer):
             return
         self._observer.answered(BROKEN_OFF)
         self._exchange.break_off(self._last + event(error_of(error)))
-
-    def _head(self) -> bytes:
-        return b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n" + self._headers()
 
 
 class WholeAnswer(_Answer):

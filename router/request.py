@@ -190,15 +190,15 @@ class Flight:
 
     def on_delta(self, delta: worker_pb2.StepDelta) -> None:
         """`attach.Receiver.on_delta`: the path of every token."""
-        if self.fresh or delta.HasField("error"):
-            if delta.HasField("error"):
-                self._refused(delta.error)
-                return
-            self._first(delta)
+        if delta.HasField("error"):
+            self._refused(delta.error)
+            return
         self.generated += delta.tokens
         if self.resumable:
             self.chars += len(delta.text)
         self._sink.delta(delta)
+        if self.fresh:  # the client first: the books can wait
+            self._first(delta)
         if delta.finish_reason:
             self._choice_ended(delta.index, delta.finish_reason)
         elif len(self.generated) >= self.grow_at:
@@ -277,7 +277,7 @@ class Flight:
             if self.link is not None:
                 self.link.forget(self.stream)
                 self.link = None
-            self._end(None)
+            self._close_pipe()
             self._sink.finished(
                 Outcome(
                     reasons=self.reasons,
@@ -287,6 +287,7 @@ class Flight:
                     migrations=self.migrations,
                 )
             )
+            self._end(None)
 
     def _set_growth(self, block_size: int) -> None:
         prompt_bytes = len(self.request.prompt)
