@@ -110,8 +110,7 @@ class Session:
         if self._deltas and self._call.clear and not self._call.over:
             step = b"".join(self._deltas)
             self._deltas = []
-            self._call.send(framed(b"\x12%b%b" % (varint(len(step)), step)))
-            self._call.push()
+            self._call.send(framed(b"\x12%b%b" % (varint(len(step)), step)), now=True)
 
     def _start(self, start: worker_pb2.Start) -> None:
         loop = asyncio.get_running_loop()

@@ -190,8 +190,7 @@ class Session:
     def _write(self) -> None:
         self._due = False
         if self._outbox and not self._call.over:
-            self._call.send(framed(self._outbox.take()))
-            self._call.push()
+            self._call.send(framed(self._outbox.take()), now=True)
 
     def _cut_off(self) -> None:
         self._call.abandon(Overloaded(f"router {self._router_id} doesn't read its steps"))

@@ -63,14 +63,11 @@ class Call:
             self._started = True
             self._stream.send_headers(messages.HEADERS)
 
-    def send(self, framed: bytes) -> None:
-        """Send a message (`messages.framed`)."""
-        self.begin()
-        self._stream.send(framed)
-
-    def push(self) -> None:
-        """Write what has been sent now, not at the end of this turn of the event loop: for who sends last in it."""
-        self._stream.push()
+    def send(self, framed: bytes, *, now: bool = False) -> None:
+        """Send a message (`messages.framed`). `now`: not at the end of this turn of the event loop, for who sends last in it."""
+        if not self._started:
+            self.begin()
+        self._stream.send(framed, now)
 
     def finish(self, error: RankwayError | None = None) -> None:
         """End the call. Idempotent."""

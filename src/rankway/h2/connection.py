@@ -217,10 +217,13 @@ class Connection(asyncio.Protocol):
         if self._out_bytes > TURN_BYTES:
             self.blocked = True
 
-    def push(self) -> None:
-        """Write now what waits for the end of this turn."""
-        if self._out:
+    def write_now(self, data: bytes) -> None:
+        """Write what waits for the end of this turn, and this after it."""
+        if self._out or self._transport is None:
+            self.write(data)
             self._flush()
+        elif not self._transport.is_closing():
+            self._transport.write(data)
 
     def write_frame(self, kind: int, flags: int, stream_id: int, payload: bytes = b"") -> None:
         size = len(payload)

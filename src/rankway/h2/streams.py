@@ -64,8 +64,8 @@ class Stream:
         if not self.ended:
             self._connection.write_headers(0, self.id, block)
 
-    def send(self, data: bytes) -> None:
-        """Send part of the body as soon as the peer's windows allow."""
+    def send(self, data: bytes, now: bool = False) -> None:
+        """Send part of the body as soon as the peer's windows allow. `now`: without waiting for the end of this turn."""
         if self.ended:
             return
         connection = self._connection
@@ -79,7 +79,8 @@ class Stream:
         ):
             self.window -= size
             connection.window -= size
-            connection.write(HEADER.pack(size >> 8, size & 0xFF, DATA, 0, self.id) + data)
+            frame = HEADER.pack(size >> 8, size & 0xFF, DATA, 0, self.id) + data
+            connection.write_now(frame) if now else connection.write(frame)
             return
         if len(self._pending) > PENDING_BYTES or connection.pending > CONNECTION_PENDING_BYTES:
             self.drop_pending()
@@ -90,10 +91,6 @@ class Stream:
         self._pending += data
         connection.pending += size
         self._send_pending()
-
-    def push(self) -> None:
-        """Write what the connection has to write now."""
-        self._connection.push()
 
     def drop_pending(self) -> None:
         """Forget what hasn't been sent."""
