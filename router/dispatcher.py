@@ -37,6 +37,10 @@ SAMPLE = 16
 NO_PATIENCE_S = 1e9
 """As if it had waited for ever: a reservation is made now, so its request doesn't wait for a full, warm target."""
 
+NEAR_S = 3.0
+"""A deadline gets a timer when it is so near. Until then sweeps look at it: most requests end long before theirs, and a
+timer costs more than all these looks."""
+
 FIRST = -(2**31)
 """Priority in the queue of a request whose client has seen output already."""
 
@@ -121,8 +125,7 @@ class RouterDispatcher:
         flight = Flight(self, request, sink, self._loop.time())
         self.counts.requests += 1
         self.flights.add(flight)
-        if request.deadline is not None:
-            flight.timer = self._loop.call_at(request.deadline, flight.expire)
+        self._time(flight, flight.arrived + NEAR_S)
         self._loop.call_soon(self._begin, flight)
         return flight
 
@@ -268,12 +271,20 @@ class RouterDispatcher:
         else:
             self.counts.cancelled += 1
 
+    def _time(self, flight: Flight, until: float) -> None:
+        """Give a flight its timer if its deadline comes before."""
+        deadline = flight.request.deadline
+        if deadline is not None and deadline < until and flight.timer is None:
+            flight.timer = self._loop.call_at(deadline, flight.expire)
+
     def changed(self) -> None:
         """Somebody joined, left or is reached again: what waits may go now."""
         self._schedule_pump()
 
     def sweep(self, now: float) -> None:
         """What time does: bookings and set-aside marks expire, requests have waited too long. Call it every second or so."""
+        for flight in self.flights:
+            self._time(flight, now + NEAR_S)
         for booking in self.ledger.expire(now):
             self._bookings.expired(booking)
         self.reservations.tidy()

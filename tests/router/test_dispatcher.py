@@ -12,6 +12,7 @@ from harness.fleet import a_record
 from harness.waiting import eventually
 
 from rankway.errors import DeadlineExceeded, Overloaded, Unavailable
+from rankway.router import dispatcher
 from rankway.sampling import Sampling
 
 Workers = tuple[FakeWorker, FakeWorker]
@@ -248,8 +249,13 @@ async def test_cancelling_before_anything_was_sent_sends_nothing(make_router: An
     assert sink.target is None
 
 
-async def test_a_deadline_ends_the_request_and_the_engines_work(make_router: Any, one_worker: FakeWorker) -> None:
-    """When the deadline passes: DEADLINE_EXCEEDED, an Abort, and the worker was told how long to care."""
+@pytest.mark.parametrize("near_s", [3.0, 0.1])
+async def test_a_deadline_ends_the_request_and_the_engines_work(
+    make_router: Any, one_worker: FakeWorker, monkeypatch: pytest.MonkeyPatch, near_s: float
+) -> None:
+    """When the deadline passes: DEADLINE_EXCEEDED, an Abort, and the worker was told how long to care; also when it was too far
+    away for a timer in the beginning."""
+    monkeypatch.setattr(dispatcher, "NEAR_S", near_s)
     router = await make_router(one_worker)
     _, sink = router.send(40, deadline=asyncio.get_running_loop().time() + 0.2)
     seen = await one_worker.next_start()
