@@ -87,6 +87,7 @@ static uint64_t word_purge(Holders *h, uint64_t word)
     uint64_t *mask = row_mask(row), gone = 0;
     for (unsigned i = row->used; i-- > 0;) {
         gone |= mask[i] & h->dead[row->chunk[i]];
+        row->digest ^= chunk_marks(row->chunk[i], mask[i] & h->dead[row->chunk[i]]);
         if (!(mask[i] &= ~h->dead[row->chunk[i]]))
             row_drop_chunk(row, i);
     }

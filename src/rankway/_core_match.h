@@ -19,6 +19,7 @@ typedef struct {
     unsigned chunks; /* 0 with word 0: nobody runs any more */
     uint16_t *chunk;
     uint64_t *mask;
+    uint64_t digest; /* of the slots in chunks, if they are just those of a row that was met; 0: unknown */
     uint32_t depth; /* blocks matched so far */
     size_t runs; /* finished, in `run` */
     Run *run;
@@ -35,6 +36,7 @@ static void match_open(Match *m, Holders *h)
     m->chunks = 0;
     m->chunk = m->few_chunk;
     m->mask = m->few_mask;
+    m->digest = 0;
     m->depth = 0;
     m->runs = 0;
     m->run = m->few_run;
@@ -91,6 +93,7 @@ static void match_start(Match *m, uint64_t word)
         m->failed = true;
         return;
     }
+    m->digest = row->digest;
     m->chunks = row->used;
     memcpy(m->chunk, row->chunk, row->used * sizeof *m->chunk);
     memcpy(m->mask, row_mask(row), row->used * sizeof *m->mask);
@@ -112,6 +115,7 @@ static void match_narrow(Match *m, uint64_t word)
     for (unsigned i = 0; i < m->chunks; i++)
         match_leave_mask(m, m->chunk[i], m->mask[i]);
     m->chunks = 0;
+    m->digest = 0;
     m->word = count ? inline_word(ids, count) : 0;
 }
 
@@ -156,11 +160,12 @@ static inline void match_meet(Match *m, uint64_t word)
     }
     if (chunks_cover_all(used, chunk, mask, m))
         return;
-    unsigned kept = 0;
+    unsigned kept = 0, same = 0;
     for (unsigned i = 0, j = 0; i < m->chunks; i++) {
         while (j < used && chunk[j] < m->chunk[i])
             j++;
         uint64_t both = j < used && chunk[j] == m->chunk[i] ? m->mask[i] & mask[j] : 0;
+        same += both && both == mask[j];
         if (both != m->mask[i])
             match_leave_mask(m, m->chunk[i], m->mask[i] & ~both);
         if (both) {
@@ -169,6 +174,7 @@ static inline void match_meet(Match *m, uint64_t word)
         }
     }
     m->chunks = kept;
+    m->digest = is_row(word) && same == used ? row_of(word)->digest : 0;
 }
 
 /* All who still run leave: the chain ends here, or has a hole. */
@@ -197,15 +203,15 @@ static inline bool match_feed(Match *m, uint64_t word)
     return true;
 }
 
-/* How many of the words, from the first on, are rows of one chunk that include all of a mask: seen at once, since the mask follows
- * the first eight bytes of such a row. `header` is those bytes without `room`, which is 1 or 2. */
+/* How many of the words, from the first on, are rows of one chunk that include all of a mask: seen at once, since in such a row the
+ * mask follows the first chunk's number. `header` is the eight bytes before it without `room`, which is 1 or 2. */
 typedef size_t Covered(const uint64_t *word, size_t count, uint64_t header, uint64_t mask);
 
 static size_t covered_plain(const uint64_t *word, size_t count, uint64_t header, uint64_t mask)
 {
     size_t i = 0;
     for (; i < count && is_row(word[i]); i++) {
-        const byte *row = (const byte *)row_of(word[i]);
+        const byte *row = (const byte *)&row_of(word[i])->used;
         if ((load64(row) & ROW_HEADER) != header || mask & ~load64(row + 8))
             break;
     }
@@ -219,7 +225,7 @@ static __attribute__((target("avx2"))) size_t covered_avx2(const uint64_t *word,
     size_t i = 0;
 #pragma GCC unroll 4
     for (; i < count; i++)
-        if (!is_row(word[i]) || !_mm_testz_si128(_mm_xor_si128(_mm_loadu_si128((const __m128i *)row_of(word[i])), wrong), matters))
+        if (!is_row(word[i]) || !_mm_testz_si128(_mm_xor_si128(_mm_loadu_si128((const __m128i *)&row_of(word[i])->used), wrong), matters))
             break;
     return i;
 }
@@ -250,6 +256,9 @@ static inline bool match_feed_all(Match *m, const uint64_t *word, size_t count)
             if (!m->chunk[0] && !(m->mask[0] & MASK)) /* otherwise no mask has them all */
                 i += covered_by_masks(word + i, count - i, m->mask[0] | MASK);
             i += covered(word + i, count - i, 1 | (uint64_t)m->chunk[0] << 32, m->mask[0]);
+        } else if (m->digest) {
+            while (i < count && is_row(word[i]) && row_of(word[i])->digest == m->digest)
+                i++;
         }
         m->depth += (uint32_t)(i - first);
         if (i < count && !match_feed(m, word[i++]))
@@ -313,7 +322,7 @@ static inline size_t at_most(size_t a, size_t b) { return a < b ? a : b; }
 static bool match_group(Match *m, Bucket *const *home, const byte *hashes, size_t count)
 {
     uint64_t word[AHEAD];
-    bool wide_rows = m->holders->slots > 384; /* a row can pass a cache line, at 10 bytes a chunk */
+    bool wide_rows = m->holders->slots > 320 && !m->digest; /* a row can pass a cache line, at 10 bytes a chunk */
     size_t found = look_up(home, hashes, count, wide_rows, word);
     bool running = match_feed_all(m, word, found);
     if (running && found < count) {

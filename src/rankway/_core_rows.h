@@ -17,15 +17,27 @@
 /* ---- Rows: chunks of 64 slots, only those that aren't empty: ascending numbers, then (8-aligned) a mask each. */
 
 typedef struct {
+    uint64_t digest; /* XOR of the slots' marks: rows of the same slots are known for such by their first cache line */
     uint16_t used, room;
     uint16_t chunk[];
 } Row;
+
+static inline uint64_t slot_mark(uint32_t id) { return splitmix((uint64_t)id + 1); }
+
+/* XOR of the marks of a chunk's slots. */
+static inline uint64_t chunk_marks(unsigned chunk, uint64_t bits)
+{
+    uint64_t marks = 0;
+    for (; bits; bits &= bits - 1)
+        marks ^= slot_mark(64 * chunk + (unsigned)__builtin_ctzll(bits));
+    return marks;
+}
 
 #define ROW_CLASSES 16
 #define POOLED_CLASSES 7
 static const uint16_t ROW_ROOM[ROW_CLASSES] = {1, 2, 4, 6, 10, 18, 34, 66, 130, 258, 514, 1026, 2050, 4098, 8194, 16384};
 
-static inline size_t row_masks_at(unsigned room) { return (sizeof(Row) + 2 * room + 7) & ~(size_t)7; }
+static inline size_t row_masks_at(unsigned room) { return (offsetof(Row, chunk) + 2 * room + 7) & ~(size_t)7; }
 static inline uint64_t *row_mask(Row *r) { return (uint64_t *)((byte *)r + row_masks_at(r->room)); }
 static inline size_t row_bytes(unsigned room) { return row_masks_at(room) + 8 * room; }
 
@@ -93,6 +105,7 @@ static Row *row_new(RowPool *pool, unsigned room)
         pool->page_used += bytes;
     }
     pool->rows++;
+    row->digest = 0;
     row->used = 0;
     row->room = ROW_ROOM[c];
     return row;
@@ -123,6 +136,7 @@ static Row *row_resize(RowPool *pool, Row *row, unsigned room)
     Row *other = row_new(pool, room);
     if (!other)
         return NULL;
+    other->digest = row->digest;
     other->used = row->used;
     memcpy(other->chunk, row->chunk, 2 * row->used);
     memcpy(row_mask(other), row_mask(row), 8 * row->used);
@@ -195,7 +209,7 @@ static bool word_has(uint64_t word, uint32_t id)
     return at < row->used && row->chunk[at] == id / 64 && row_mask(row)[at] >> id % 64 & 1;
 }
 
-/* The row with one more slot (it may have moved); 0: no memory. */
+/* The row with one more slot, which it lacks (it may have moved); 0: no memory. */
 static uint64_t row_add(RowPool *pool, Row *row, uint32_t id)
 {
     unsigned at = row_position(row->chunk, row->used, id / 64);
@@ -210,6 +224,7 @@ static uint64_t row_add(RowPool *pool, Row *row, uint32_t id)
         row->used++;
     }
     row_mask(row)[at] |= (uint64_t)1 << id % 64;
+    row->digest ^= slot_mark(id);
     return (uintptr_t)row;
 }
 
@@ -224,6 +239,7 @@ static uint64_t word_add(RowPool *pool, uint64_t word, uint32_t id)
         Row *wider = row_new(pool, id < 64 ? 1 : 2);
         if (!wider)
             return 0;
+        wider->digest = chunk_marks(0, word & ~MASK);
         wider->used = 1;
         wider->chunk[0] = 0;
         row_mask(wider)[0] = word & ~MASK;
@@ -304,6 +320,7 @@ static uint64_t word_remove(RowPool *pool, uint64_t word, uint32_t id)
     Row *row = row_of(word);
     unsigned at = row_position(row->chunk, row->used, id / 64);
     uint64_t *mask = row_mask(row);
+    row->digest ^= slot_mark(id);
     if (!(mask[at] &= ~((uint64_t)1 << id % 64)))
         row_drop_chunk(row, at);
     return row_settle(pool, row);
