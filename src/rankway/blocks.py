@@ -9,6 +9,7 @@ stock XXH64 does. This module is the readable form and the oracle of the compile
 
 from __future__ import annotations
 
+import operator
 import struct
 import sys
 from array import array
@@ -72,11 +73,12 @@ def hash_chain(tokens: Tokens, block_size: int, root: int, extra_keys: Sequence[
         extra_keys: for each full block, bytes that enter its hash after the tokens; None: nothing.
 
     Raises:
+        TypeError: a root that is no integer.
         ValueError: a block_size below 1, a root outside 0 … 2^64-1, malformed tokens, or fewer extra keys than full blocks.
     """
     if block_size < 1:
         raise ValueError(f"block_size={block_size}: must be at least 1")
-    if not 0 <= root <= MASK64:
+    if not 0 <= operator.index(root) <= MASK64:
         raise ValueError(f"root={root}: must be 0 … 2^64-1")
     data = pack_tokens(tokens)
     stride = 4 * block_size

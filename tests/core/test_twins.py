@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
@@ -214,6 +214,7 @@ def test_chains_agree(tokens: list[int], block_size: int, root: int, kind: str, 
 
 
 @settings(max_examples=200, deadline=None)
+@example(tokens=b"", block_size=1, root=0.0, keys=None)
 @given(tokens=TROUBLE, block_size=st.one_of(st.integers(-2, 40), TROUBLE), root=st.one_of(HASHES, TROUBLE), keys=TROUBLE)
 def test_chains_refuse_alike(tokens: Any, block_size: Any, root: Any, keys: Any) -> None:
     """Both cores refuse bad arguments of the chain with the same class of error."""
