@@ -98,8 +98,7 @@ class Session:
             for running in self._paced.values():
                 running.pop(request.abort.stream, None)
         else:
-            welcome = worker_pb2.AttachResponse(welcome=worker_pb2.Welcome(record=self._record))
-            self._call.send(framed(welcome.SerializeToString()))
+            self._call.send_message(worker_pb2.AttachResponse(welcome=worker_pb2.Welcome(record=self._record)))
 
     def on_end(self) -> None:
         self._paced.clear()
@@ -123,7 +122,7 @@ class Session:
                 self._add(start.stream, TOKEN, text, first=True, last=False)
                 self._deltas += [delta_bytes(start.stream, TOKEN, text, first=False, last=False)] * (tokens - 2)
                 self._add(start.stream, TOKEN, text, first=False, last=True)
-            loop.call_soon(self._write)
+            self._call.wake()
             return
         if pace_ms not in self._paced:
             self._paced[pace_ms] = {}
@@ -180,7 +179,7 @@ class Worker:
 
 
 def send(call: Call, **message: Any) -> None:
-    call.send(framed(generate_pb2.GenerateResponse(**message).SerializeToString()))
+    call.send_message(generate_pb2.GenerateResponse(**message))
 
 
 def send_token(call: Call) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
-from rankway.errors import InvalidField, Overloaded, RankwayError
+from rankway.errors import Overloaded, RankwayError
 from rankway.h2 import messages
 from rankway.h2.calls import Call, Method
 from rankway.router import drafts
@@ -15,8 +15,6 @@ from rankway.router.grpc_generation import GenerationServicer, delta_message, fi
 from rankway.router.grpc_router import RouterServicer
 from rankway.router.requests import Outcome, Routed, RouterRequest
 from rankway.v1 import generate_pb2, router_pb2, worker_pb2
-
-M = TypeVar("M", bound=Message)
 
 
 def methods(generation: GenerationServicer, routing: RouterServicer) -> Mapping[str, Method]:
@@ -36,7 +34,7 @@ class _Direct:
 
     def generate(self, call: Call, payload: bytes) -> None:
         generation = self._generation
-        request = _parsed(generate_pb2.GenerateRequest, payload)
+        request = messages.parsed(generate_pb2.GenerateRequest, payload)
         if generation.active >= generation.max_requests:
             raise Overloaded(f"{generation.active} requests are under way already")
         draft = drafts.from_proto(request, call.deadline)
@@ -57,7 +55,7 @@ class _Direct:
         sink.cancel = self._generation.dispatcher.dispatch(request, sink).cancel
 
     def route(self, call: Call, payload: bytes) -> None:
-        request = _parsed(router_pb2.RouteRequest, payload)
+        request = messages.parsed(router_pb2.RouteRequest, payload)
         draft = drafts.from_proto(request.request, call.deadline)
         checked = self._generation.intake.prepare_now(draft)
         if checked is None:
@@ -71,38 +69,35 @@ class _Direct:
             _answer(call, self._routing.route(request, checked))
 
     def release(self, call: Call, payload: bytes) -> None:
-        _answer(call, self._routing.release(_parsed(router_pb2.ReleaseRequest, payload)))
+        _answer(call, self._routing.release(messages.parsed(router_pb2.ReleaseRequest, payload)))
 
 
 class DirectSink:
     """`requests.Sink` that writes to the call. What a slow client leaves unread waits in the stream's bounded buffer."""
 
-    __slots__ = ("_call", "_generation", "_request", "_routed", "cancel")
+    __slots__ = ("_call", "_generation", "_request", "cancel")
 
     def __init__(self, call: Call, request: RouterRequest, generation: GenerationServicer) -> None:
         self.cancel: Callable[[], None] = _nothing
         self._call = call
         self._request = request
         self._generation = generation
-        self._routed = False
-        """Whether the client knows a target: the stream has one Routed, the first."""
         generation.active += 1
 
     def routed(self, routed: Routed) -> None:
-        if not self._routed:
-            self._routed = True
-            self._call.send(messages.framed(routed_message(self._request, routed).SerializeToString()))
+        if routed.attempt == 1:  # the stream has one Routed
+            self._call.send_message(routed_message(self._request, routed))
 
     def delta(self, delta: worker_pb2.StepDelta) -> None:
         tokens, text = delta.tokens, delta.text.encode()
         if is_short(delta, tokens, text):
             self._call.send(short_delta(tokens, text))
         else:
-            self._call.send(messages.framed(delta_message(delta).SerializeToString()))
+            self._call.send_message(delta_message(delta))
 
     def finished(self, outcome: Outcome) -> None:
         self._generation.active -= 1
-        self._call.send(messages.framed(finished_message(outcome).SerializeToString()))
+        self._call.send_message(finished_message(outcome))
         self._call.finish()
 
     def failed(self, error: RankwayError) -> None:
@@ -133,12 +128,5 @@ def _nothing() -> None:
 
 
 def _answer(call: Call, message: Message) -> None:
-    call.send(messages.framed(message.SerializeToString()))
+    call.send_message(message)
     call.finish()
-
-
-def _parsed(kind: type[M], payload: bytes) -> M:
-    try:
-        return kind.FromString(payload)
-    except DecodeError:
-        raise InvalidField("message", f"{len(payload)} bytes", f"is no {kind.DESCRIPTOR.name}") from None

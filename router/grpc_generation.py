@@ -62,15 +62,13 @@ class GenerationServicer:
 class StreamSink:
     """`requests.Sink` of one stream. What comes while the handler is busy is joined: it is bounded by max_tokens."""
 
-    __slots__ = ("_messages", "_request", "_routed", "_waiter", "error", "over")
+    __slots__ = ("_messages", "_request", "_waiter", "error", "over")
 
     def __init__(self, request: RouterRequest) -> None:
         self.over = False
         """Nothing more is put; what `take` has not returned yet still counts."""
         self.error: RankwayError | None = None
         self._request = request
-        self._routed = False
-        """Whether the client knows a target: the stream has one Routed, the first."""
         self._messages: list[generate_pb2.GenerateResponse] = []
         self._waiter: asyncio.Future[None] | None = None
 
@@ -88,8 +86,7 @@ class StreamSink:
         return messages
 
     def routed(self, routed: Routed) -> None:
-        if not self._routed:
-            self._routed = True
+        if routed.attempt == 1:  # the stream has one Routed
             self._put(routed_message(self._request, routed))
 
     def delta(self, delta: worker_pb2.StepDelta) -> None:

@@ -186,7 +186,9 @@ class Flight:
         self._set_growth(decision.block_size)
         if not self.answered_once:
             place = decision.place
-            self._sink.routed(Routed(place.target, decision.endpoint, place.epoch, decision.overlap_blocks, decision.cost))
+            self._sink.routed(
+                Routed(place.target, decision.endpoint, place.epoch, decision.overlap_blocks, decision.cost, self.attempts)
+            )
 
     def on_delta(self, delta: worker_pb2.StepDelta) -> None:
         """`attach.Receiver.on_delta`: the path of every token."""
@@ -277,7 +279,6 @@ class Flight:
             if self.link is not None:
                 self.link.forget(self.stream)
                 self.link = None
-            self._close_pipe()
             self._sink.finished(
                 Outcome(
                     reasons=self.reasons,

@@ -10,13 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from google.protobuf.message import DecodeError
-
 from rankway import logs, sampling
 from rankway.blocks import pack_tokens, unpack_tokens
 from rankway.errors import EngineFailed, InvalidField, Mismatch, Overloaded, RankwayError
 from rankway.h2.calls import Call
-from rankway.h2.messages import framed
+from rankway.h2.messages import framed, parsed
 from rankway.tokenizer import Tokenizer
 from rankway.v1 import registry_pb2, types_pb2, worker_pb2
 from rankway.worker.engine import Finish, Logprob
@@ -135,17 +133,12 @@ class Session:
         self._router_id: str | None = None
         self._loop = asyncio.get_running_loop()
         self._hello_timer = self._loop.call_later(HELLO_TIMEOUT_S, self._no_hello)
-        self._due = False
-        """Whether `_write` or `_cut_off` will be called in this turn of the event loop."""
         call.on_gone = self._detach
         call.on_room = self._write
         call.begin()
 
     def on_message(self, message: bytes) -> None:
-        try:
-            request = worker_pb2.AttachRequest.FromString(message)
-        except DecodeError:
-            raise InvalidField("message", f"{len(message)} bytes", "is no AttachRequest") from None
+        request = parsed(worker_pb2.AttachRequest, message)
         kind = request.WhichOneof("message")
         if self._router_id is None:
             self._greet(request)
@@ -168,28 +161,20 @@ class Session:
             raise Mismatch(f"epoch={hello.epoch}: this is worker {self._record.worker_id} of epoch {self._record.epoch}")
         self._hello_timer.cancel()
         self._router_id = hello.router_id
-        welcome = worker_pb2.AttachResponse(welcome=worker_pb2.Welcome(record=self._record))
-        self._call.send(framed(welcome.SerializeToString()))
+        self._call.send_message(worker_pb2.AttachResponse(welcome=worker_pb2.Welcome(record=self._record)))
         log.info("router attached", router_id=self._router_id)
 
     def _no_hello(self) -> None:
         self._call.abandon(InvalidField("hello", "nothing", f"no Hello within {HELLO_TIMEOUT_S:.0f} s"))
 
     def _filled(self) -> None:
-        if self._due:
-            return
-        if self._call.clear:
-            # What the rest of this turn brings leaves with it.
-            self._loop.call_soon(self._write)
-            self._due = True
-        elif self._outbox.pending_tokens > MAX_PENDING_TOKENS:
+        self._call.wake()
+        if self._outbox.pending_tokens > MAX_PENDING_TOKENS and not self._call.clear:
             # Not at once: requests can't be aborted in the middle of their delta.
             self._loop.call_soon(self._cut_off)
-            self._due = True
 
     def _write(self) -> None:
-        self._due = False
-        if self._outbox and not self._call.over:
+        if self._outbox:
             self._call.send(framed(self._outbox.take()), now=True)
 
     def _cut_off(self) -> None:
@@ -218,7 +203,6 @@ class Session:
     def _detach(self) -> None:
         """The router has gone or is given up: nobody waits for its requests."""
         self._hello_timer.cancel()
-        self._due = True  # nothing is written any more
         alive = list(self._outbox.running.values())
         for running in alive:
             running.abort()

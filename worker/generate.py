@@ -14,7 +14,6 @@ from rankway import sampling
 from rankway.blocks import pack_tokens, unpack_tokens
 from rankway.errors import InvalidField, NotFound, RankwayError
 from rankway.h2.calls import Call
-from rankway.h2.messages import framed
 from rankway.tokenizer import Tokenizer
 from rankway.v1 import generate_pb2, types_pb2
 from rankway.worker.attach import FINISH_REASONS, logprobs_to_proto
@@ -44,8 +43,6 @@ class GenerateCall:
         self._tokenizer = tokenizer
         self._prompt_tokens = prompt_tokens
         self._pending: dict[int, _Pending] = {}
-        self._due = False
-        """Whether `_write` will be called in this turn of the event loop."""
         self._error: RankwayError | None = None
         self._over = False
         self._reasons: dict[int, Finish] = {}
@@ -74,26 +71,18 @@ class GenerateCall:
             self._cached_tokens = cached_tokens
         if finish is not None:
             self._reasons[index] = finish
-        self._filled()
+        self._call.wake()
 
     def failed(self, stream: int, error: RankwayError) -> None:
         self._error = error
-        self._filled()
+        self._call.wake()
 
     def ended(self, stream: int) -> None:
         self._over = True
-        self._filled()
-
-    def _filled(self) -> None:
-        if not self._due and self._call.clear:
-            self._due = True
-            asyncio.get_running_loop().call_soon(self._write)
+        self._call.wake()
 
     def _write(self) -> None:
         """Send what there is, and the end after it."""
-        self._due = False
-        if self._call.over:
-            return
         pending, self._pending = self._pending, {}
         for index, part in sorted(pending.items()):
             self._send(delta=self._delta(index, part))
@@ -104,7 +93,7 @@ class GenerateCall:
             self._call.finish()
 
     def _send(self, **message: Any) -> None:
-        self._call.send(framed(generate_pb2.GenerateResponse(**message).SerializeToString()))
+        self._call.send_message(generate_pb2.GenerateResponse(**message))
 
     def _delta(self, index: int, part: _Pending) -> generate_pb2.Delta:
         return generate_pb2.Delta(

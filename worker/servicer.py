@@ -8,13 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import grpc.aio
-from google.protobuf.message import DecodeError
 
 from rankway import logs, rpc
 from rankway.blocks import pack_hashes
-from rankway.errors import InvalidField, Mismatch
+from rankway.errors import Mismatch
 from rankway.h2.calls import Call, Method, StreamedMethod
-from rankway.h2.messages import framed
+from rankway.h2.messages import parsed
 from rankway.ranks import GlobalRank
 from rankway.registry import records
 from rankway.registry.client import LeaseKeeper
@@ -56,10 +55,7 @@ class DirectMethods:
         return Session(call, self._requests, records.to_proto(self._record()))
 
     def _generate(self, call: Call, message: bytes) -> None:
-        try:
-            request = generate_pb2.GenerateRequest.FromString(message)
-        except DecodeError:
-            raise InvalidField("message", f"{len(message)} bytes", "is no GenerateRequest") from None
+        request = parsed(generate_pb2.GenerateRequest, message)
         call.begin()
         call.spawn(self._start(call, request))
 
@@ -72,7 +68,7 @@ class DirectMethods:
         routed = generate_pb2.Routed(
             request_id=order.request_id, worker_id=record.worker_id, dp_rank=order.dp_rank, prompt_tokens=len(order.prompt)
         )
-        call.send(framed(generate_pb2.GenerateResponse(routed=routed).SerializeToString()))
+        call.send_message(generate_pb2.GenerateResponse(routed=routed))
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):

@@ -899,9 +899,13 @@ static PyObject *pick_scored(const Choosing *c, const Match *cached, const Match
     fill_buffer(active, score.active, p->slots);
     score_all(p, &score);
     size_t slot = p->temperature > 0 ? sample(p, &score, index, shares) : cheapest(p, &score, index);
-    PyObject *result = Py_NewRef(Py_None);
-    if (slot < p->slots)
-        Py_SETREF(result, choice_object(&(Candidate){(uint32_t)slot, (uint32_t)overlap_of(p->known[slot] != 0, score.cached[slot], most_overlap(p)), score.cost[slot]}));
+    PyObject *result;
+    if (slot == p->slots) {
+        result = Py_NewRef(Py_None);
+    } else {
+        int64_t overlap = overlap_of(p->known[slot] != 0, score.cached[slot], most_overlap(p));
+        result = choice_object(&(Candidate){(uint32_t)slot, (uint32_t)overlap, score.cost[slot]});
+    }
     PyMem_RawFree(room);
     return result;
 }

@@ -90,10 +90,10 @@ async def _supervise(name: str, settings: Any, run: Callable[..., Coroutine[Any,
 
     def ready(addresses: Mapping[str, str]) -> None:
         log.info("ready", **addresses)
+        _tell_launcher(addresses)
         # What has been loaded stays: a full collection need not go through it, which takes tens of milliseconds.
         gc.collect()
         gc.freeze()
-        _tell_launcher(addresses)
 
     try:
         await run(settings, ready=ready, stop=stop)

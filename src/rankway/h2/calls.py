@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc.aio
+from google.protobuf.message import Message
 
 from rankway import logs, rpc
 from rankway.errors import EngineFailed, InvalidField, Overloaded, RankwayError
@@ -28,7 +29,10 @@ _NOT_PASSED_ON = frozenset(("content-type", "te", "user-agent", "grpc-timeout", 
 class Call:
     """A call that is answered here, and the ways to answer it. `streams.Receiver` of its stream."""
 
-    __slots__ = ("_held", "_reader", "_server", "_started", "_stream", "deadline", "on_gone", "on_room", "opened", "over", "task")
+    __slots__ = (
+        "_held", "_reader", "_server", "_started", "_stream", "_woken",
+        "deadline", "on_gone", "on_room", "opened", "over", "task",
+    )  # fmt: skip
 
     def __init__(self, server: GrpcServer, stream: Stream, deadline: float | None) -> None:
         self.opened = asyncio.get_running_loop().time()
@@ -38,7 +42,7 @@ class Call:
         self.on_gone: Callable[[], None] | None = None
         """Called once if the client leaves, or the call is abandoned, before the end."""
         self.on_room: Callable[[], None] | None = None
-        """Called when what had to wait for the client has been sent."""
+        """Called when what had to wait for the client has been sent, and after `wake`; not once the call is over."""
         self.over = False
         self.task: asyncio.Task[None] | None = None
         self._server = server
@@ -46,6 +50,7 @@ class Call:
         self._reader: messages.MessageReader | None = messages.MessageReader(rpc.MAX_MESSAGE_BYTES)
         self._held = 0
         self._started = False
+        self._woken = False
 
     @property
     def clear(self) -> bool:
@@ -54,8 +59,8 @@ class Call:
 
     @property
     def unheard(self) -> bool:
-        """Whether the client still owes the call's only message."""
-        return self._reader is not None
+        """Whether the client still owes the call's only message. How long a stream may be silent is its method's business."""
+        return False
 
     def begin(self) -> None:
         """Send the headers, with the first message at the latest."""
@@ -68,6 +73,16 @@ class Call:
         if not self._started:
             self.begin()
         self._stream.send(framed, now)
+
+    def send_message(self, message: Message) -> None:
+        """Send a message at the end of this turn of the event loop."""
+        self.send(messages.framed(message.SerializeToString()))
+
+    def wake(self) -> None:
+        """There is more to send: `on_room` is called at the end of this turn, or when there is room again."""
+        if not self._woken and self.clear:
+            self._woken = True
+            asyncio.get_running_loop().call_soon(self._wake)
 
     def finish(self, error: RankwayError | None = None) -> None:
         """End the call. Idempotent."""
@@ -116,6 +131,11 @@ class Call:
         if self.on_room is not None:
             self.on_room()
 
+    def _wake(self) -> None:
+        self._woken = False
+        if self.on_room is not None and not self.over:
+            self.on_room()
+
     def abandon(self, error: RankwayError) -> None:
         """End it early, with an error."""
         if not self.over:
@@ -160,6 +180,10 @@ class SingleCall(Call):
         super().__init__(server, stream, deadline)
         self._method = method
 
+    @property
+    def unheard(self) -> bool:
+        return self._reader is not None
+
     def _take(self, complete: list[bytes], end: bool) -> None:
         if complete:
             self._reader = None
@@ -191,10 +215,6 @@ class StreamedCall(Call):
     def __init__(self, server: GrpcServer, stream: Stream, method: StreamedMethod, deadline: float | None) -> None:
         super().__init__(server, stream, deadline)
         self._talk = method(self)
-
-    @property
-    def unheard(self) -> bool:
-        return False  # how long it may be silent is its method's business
 
     def _take(self, complete: list[bytes], end: bool) -> None:
         for message in complete:

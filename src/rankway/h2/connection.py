@@ -50,6 +50,7 @@ from rankway.h2.frames import (
     StreamError,
     header_fragment,
     unpadded,
+    widened,
 )
 from rankway.h2.headers import HeaderBlocks, Headers, fault
 from rankway.h2.streams import RECEIVE_WINDOW, Receiver, Stream
@@ -519,11 +520,7 @@ class Connection(asyncio.Protocol):
         if stream_id:
             self._widen(stream_id, more)
             return
-        if more == 0:
-            raise ConnectionError_(PROTOCOL_ERROR, "a window update of 0")
-        self.window += more
-        if self.window > MAX_WINDOW:
-            raise ConnectionError_(FLOW_CONTROL_ERROR, "the connection's window overflows")
+        self.window = widened(self.window, more, ConnectionError_, "the connection's")
         self._flush_waiting()
 
     def _widen(self, stream_id: int, more: int) -> None:
@@ -532,11 +529,7 @@ class Connection(asyncio.Protocol):
             self._check_opened(stream_id, "a window update")
             self._count_idle()
             return
-        if more == 0:
-            raise StreamError(PROTOCOL_ERROR, "a window update of 0")
-        stream.window += more
-        if stream.window > MAX_WINDOW:
-            raise StreamError(FLOW_CONTROL_ERROR, "a stream's window overflows")
+        stream.window = widened(stream.window, more, StreamError, "a stream's")
         stream.flush()
 
     def _flush_waiting(self) -> None:

@@ -23,20 +23,33 @@ HEADER = struct.Struct(">HBBBI")
 """Of a frame: length (16 high bits, 8 low), kind, flags, stream."""
 
 
-class ConnectionError_(Exception):  # noqa: N801  # ConnectionError is Python's own, of another meaning
-    """The peer broke the protocol: the connection ends with this code."""
+class Http2Error(Exception):
+    """The peer broke the protocol.
+
+    Args:
+        code: one of the codes above.
+    """
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
         self.code = code
 
 
-class StreamError(Exception):
-    """The peer broke the protocol on one stream, which ends with this code."""
+class ConnectionError_(Http2Error):  # noqa: N801  # ConnectionError is Python's own, of another meaning
+    """The connection ends with this code."""
 
-    def __init__(self, code: int, reason: str) -> None:
-        super().__init__(reason)
-        self.code = code
+
+class StreamError(Http2Error):
+    """The stream ends with this code."""
+
+
+def widened(window: int, more: int, error: type[Http2Error], whose: str) -> int:
+    """A window after an update by `more`. Raises `error`: the update is of 0, or the window overflows."""
+    if more == 0:
+        raise error(PROTOCOL_ERROR, "a window update of 0")
+    if window + more > MAX_WINDOW:
+        raise error(FLOW_CONTROL_ERROR, f"{whose} window overflows")
+    return window + more
 
 
 def unpadded(flags: int, payload: bytes) -> bytes:

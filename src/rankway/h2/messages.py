@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import base64
 import re
+from typing import TypeVar
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
 from rankway.errors import InvalidField, Overloaded, RankwayError
+
+M = TypeVar("M", bound=Message)
 
 _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
 _UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
@@ -110,6 +114,18 @@ def timeout_s(value: str) -> float:
     if match is None:
         raise InvalidField("grpc-timeout", value, "must be up to 8 digits and a unit")
     return int(match[1]) * _UNITS_S[match[2]]
+
+
+def parsed(kind: type[M], message: bytes) -> M:
+    """A request's message.
+
+    Raises:
+        InvalidField: it is none of this kind.
+    """
+    try:
+        return kind.FromString(message)
+    except DecodeError:
+        raise InvalidField("message", f"{len(message)} bytes", f"is no {kind.DESCRIPTOR.name}") from None
 
 
 def framed(message: bytes) -> bytes:
