@@ -135,6 +135,10 @@ class Exchange:
         self.started = True
         self.write_raw(head + self._framed(first) if first else head)
 
+    def stream_opened(self) -> None:
+        """The head, and maybe more, was written straight to `socket`."""
+        self.started = True
+
     def write(self, data: bytes) -> None:
         """The next part of a stream, not empty."""
         self.write_raw(self._framed(data))

@@ -89,7 +89,9 @@ class StreamedAnswer(_Answer):
         """How to write text without coming by here; None: not with log probabilities."""
         if self._logprobs:
             return None
-        return self._exchange.socket, *self._form.around_text(), self._exchange.chunked
+        exchange = self._exchange
+        head, opening = (b"", b"") if exchange.started else (self._head, self._opening)
+        return Events(exchange.socket, exchange.chunked, head, opening, *self._form.around_text(), exchange.stream_opened)
 
     def delta(self, delta: worker_pb2.StepDelta) -> None:
         text = delta.text
@@ -98,11 +100,12 @@ class StreamedAnswer(_Answer):
         else:
             data = self._form.text(delta.index, text) if text else b""
         reason = delta.finish_reason
-        if reason and reason != _ABORT:
-            data += self._form.end(delta.index, REASONS.get(reason, "stop"))
         if reason and self._single:
             self._last = data
-        elif not self._exchange.started:
+            return
+        if reason and reason != _ABORT:
+            data += self._end(delta.index, reason)
+        if not self._exchange.started:
             self._exchange.open_stream(self._head, self._opening + data)
         elif data:
             self._exchange.write(data)
@@ -112,7 +115,10 @@ class StreamedAnswer(_Answer):
             self.failed(EngineFailed("the engine aborted the request"))
             return
         self._observer.answered(200)
-        last = self._last + (self._form.usage(outcome) + DONE if self._include_usage else DONE)
+        last = self._last
+        if self._single:
+            last += self._end(0, outcome.reasons[0])
+        last += self._form.usage(outcome) + DONE if self._include_usage else DONE
         if self._exchange.started:
             self._exchange.end_stream(last)
         else:
@@ -124,6 +130,9 @@ class StreamedAnswer(_Answer):
             return
         self._observer.answered(BROKEN_OFF)
         self._exchange.break_off(self._last + event(error_of(error)))
+
+    def _end(self, index: int, reason: types_pb2.FinishReason.ValueType) -> bytes:
+        return self._form.end(index, REASONS.get(reason, "stop"))
 
 
 class WholeAnswer(_Answer):

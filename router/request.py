@@ -189,6 +189,8 @@ class Flight:
             self._sink.routed(
                 Routed(place.target, decision.endpoint, place.epoch, decision.overlap_blocks, decision.cost, self.attempts)
             )
+        if self.resumable:
+            self._open_pipe()
 
     def on_delta(self, delta: worker_pb2.StepDelta) -> None:
         """`attach.Receiver.on_delta`: the path of every token."""
@@ -200,7 +202,9 @@ class Flight:
             self.chars += len(delta.text)
         self._sink.delta(delta)
         if self.fresh:  # the client first: the books can wait
-            self._first(delta)
+            self._first(delta.cached_tokens if delta.HasField("cached_tokens") else None)
+            if self.pipe is not None:
+                self.pipe.begun = True
         if delta.finish_reason:
             self._choice_ended(delta.index, delta.finish_reason)
         elif len(self.generated) >= self.grow_at:
@@ -212,18 +216,23 @@ class Flight:
             self.link = None
             self._again(error, engine_broke=False)
 
-    def _first(self, delta: worker_pb2.StepDelta) -> None:
+    def on_first(self, cached_tokens: int | None) -> None:
+        """The attempt's first delta has gone through the pipe."""
+        self._first(cached_tokens)
+
+    def on_end(self, reason: types_pb2.FinishReason.ValueType) -> None:
+        """The last delta has gone through the pipe."""
+        self._choice_ended(0, reason)
+
+    def _first(self, cached_tokens: int | None) -> None:
         self.fresh = False
-        cached = delta.cached_tokens if delta.HasField("cached_tokens") else None
-        self._owner.answered(self, cached)
+        self._owner.answered(self, cached_tokens)
         if not self.answered_once:
             self.answered_once = True
-            self.cached_tokens = cached
-        if self.resumable and not delta.finish_reason:
-            self._open_pipe()
+            self.cached_tokens = cached_tokens
 
     def _open_pipe(self) -> None:
-        """Let the deltas after this one take the short way, where there is one."""
+        """Let plain deltas take the short way, where there is one."""
         plain_events = getattr(self._sink, "plain_events", None)  # not every sink writes events
         events = plain_events() if plain_events is not None else None
         if events is not None and self.link is not None:

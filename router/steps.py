@@ -2,7 +2,8 @@
 
 `dispatch` hands each delta of a message to its receiver. With the compiled part, a receiver that is a `Pipe` gets its plain
 deltas (tokens and text, nothing else) without any Python object in between: they become server-sent events at once, and what one
-message brings for a stream leaves in one write. Without it there are no pipes, and the results are the same.
+message brings for a stream leaves in one write. The first one takes the answer's head with it; books are kept when the client has
+its bytes. Without the compiled part there are no pipes, and the client gets the same.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from google.protobuf.message import DecodeError
 
 from rankway.errors import RankwayError
-from rankway.v1 import worker_pb2
+from rankway.v1 import types_pb2, worker_pb2
 
 if TYPE_CHECKING:
     from rankway.router.request import Flight
@@ -52,9 +53,22 @@ class Socket(NamedTuple):
         )
 
 
-Events = tuple[Socket, bytes, bytes, bool]
-"""How a client's side turns text into events: where they go; an event's bytes before and after its JSON string; whether writes
-are framed as HTTP chunks."""
+class Events(NamedTuple):
+    """How a client's side turns text into events."""
+
+    socket: Socket
+    chunked: bool
+    """Whether writes are framed as HTTP chunks."""
+    head: bytes
+    """What is written before everything else, not framed."""
+    opening: bytes
+    """Events before the first delta's."""
+    before: bytes
+    """An event's bytes before its JSON string …"""
+    after: bytes
+    """… and after it."""
+    head_written: Callable[[], None]
+    """To be called once the head, if there is one, has been written."""
 
 
 class Receives(Protocol):
@@ -70,6 +84,8 @@ class Pipe(Protocol):
     """Bytes of output tokens from which the flight grows."""
     closed: bool
     """The flight has left: nothing is written any more."""
+    begun: bool
+    """The attempt's first delta has come, by this way or the long one."""
 
     def on_delta(self, delta: worker_pb2.StepDelta) -> None: ...
 
@@ -104,8 +120,9 @@ def open_pipe(flight: Flight, events: Events) -> Pipe | None:
     """A pipe from here to the client; None where the compiled part is missing."""
     if not COMPILED:
         return None
-    pipe = _FlightPipe(*events, flight.generated, 0, flight.grow_at)
-    pipe.flight = flight
+    *form, head_written = events
+    pipe = _FlightPipe(*form, flight.generated, flight.grow_at)
+    pipe.flight, pipe.head_written = flight, head_written
     return pipe
 
 
@@ -114,8 +131,9 @@ if COMPILED:
     class _FlightPipe(_steps.Pipe):  # type: ignore[misc]  # its module may be missing
         """What isn't plain goes to the flight itself."""
 
-        __slots__ = ("flight",)
+        __slots__ = ("flight", "head_written")
         flight: Flight
+        head_written: Callable[[], None]
 
         def on_delta(self, delta: worker_pb2.StepDelta) -> None:
             self.flight.on_delta(delta)
@@ -125,3 +143,10 @@ if COMPILED:
 
         def on_grow(self) -> None:
             self.flight.grow()
+
+        def on_first(self, cached_tokens: int) -> None:
+            self.head_written()
+            self.flight.on_first(cached_tokens if cached_tokens >= 0 else None)
+
+        def on_end(self, reason: types_pb2.FinishReason.ValueType) -> None:
+            self.flight.on_end(reason)

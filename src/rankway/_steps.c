@@ -3,8 +3,9 @@
  * The readable form and the oracle is the Python path (router/attach.py, request.py, openai_sinks.py): a message decoded by protobuf,
  * each delta handed to its receiver. Here a delta that only brings tokens and text for a receiver that is a Pipe takes a short cut:
  * its tokens and characters are counted, its text becomes an event, and what one message brings for a stream leaves in one write,
- * straight to the socket while the transport has nothing of its own to write.
- * Every other delta (the first and the last of a stream, errors, log probabilities, several choices) goes to `on_delta` as ever.
+ * straight to the socket while the transport has nothing of its own to write. The first one takes the answer's head with it, and
+ * whose books it concerns hears of it (`on_first`) once it is written; of the last one's reason (`on_end`) likewise.
+ * Every other delta (errors, log probabilities, several choices, a stream that is one delta) goes to `on_delta` as ever.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -16,7 +17,7 @@
 
 /* ---- A stream that takes the short cut. */
 
-#define HEAD_BYTES 18 /* room for a chunk's size and CR LF before the events … */
+#define SIZE_BYTES 18 /* room for a chunk's size and CR LF before the events … */
 #define TAIL_BYTES 2  /* … and for CR LF after them */
 
 typedef struct {
@@ -26,27 +27,33 @@ typedef struct {
     PyObject *unwritten; /* … and how many bytes it holds that the socket hasn't taken */
     int fd;              /* the transport's socket; -1: `write` is the only way */
     PyObject *generated; /* bytearray: output tokens, packed */
+    PyObject *head;      /* bytes that go before all events, framed by nothing; NULL once they are written */
+    PyObject *opening;   /* bytes: events before the first delta's */
     PyObject *before;    /* bytes of an event before its JSON string … */
     PyObject *after;     /* … and after it */
     Py_ssize_t chars;    /* code points of output text */
     Py_ssize_t grow_at;  /* size of `generated` from which on_grow is called */
     char chunked;        /* whether writes are framed as HTTP chunks */
     char closed;
-    uint8_t *buffer; /* HEAD_BYTES, the events that are built and not yet written, TAIL_BYTES */
-    size_t size, room; /* of the events alone */
+    char begun;           /* the first delta has come, this way or the long one */
+    char untold;          /* … this way, and on_first has still to be called */
+    int64_t cached;       /* the first delta's cached_tokens, -1: it has none */
+    uint8_t *buffer;      /* `front` bytes, the events that are built and not yet written, TAIL_BYTES */
+    size_t front;         /* room for the head and a chunk's size */
+    size_t size, room;    /* of the events alone */
 } Pipe;
 
 static PyTypeObject PipeType;
-static PyObject *str_on_delta, *str_on_grow;
+static PyObject *str_on_delta, *str_on_grow, *str_on_first, *str_on_end;
 
 static bool reserve(Pipe *pipe, size_t more)
 {
-    if (pipe->room - pipe->size >= more)
+    if (pipe->buffer && pipe->room - pipe->size >= more)
         return true;
     size_t room = pipe->room ? pipe->room : 1024;
     while (room - pipe->size < more)
         room *= 2;
-    uint8_t *buffer = PyMem_Realloc(pipe->buffer, HEAD_BYTES + room + TAIL_BYTES);
+    uint8_t *buffer = PyMem_Realloc(pipe->buffer, pipe->front + room + TAIL_BYTES);
     if (!buffer) {
         PyErr_NoMemory();
         return false;
@@ -124,23 +131,34 @@ static int add_event(Pipe *pipe, const uint8_t *text, size_t length)
     size_t before = (size_t)PyBytes_GET_SIZE(pipe->before), after = (size_t)PyBytes_GET_SIZE(pipe->after);
     if (!reserve(pipe, before + after + 2 + 6 * length))
         return -1;
-    uint8_t *to = pipe->buffer + HEAD_BYTES + pipe->size;
+    uint8_t *to = pipe->buffer + pipe->front + pipe->size;
     memcpy(to, PyBytes_AS_STRING(pipe->before), before);
     Py_ssize_t chars = 0;
     to = json_string(to + before, text, length, &chars);
     if (!to)
         return 0;
     memcpy(to, PyBytes_AS_STRING(pipe->after), after);
-    pipe->size = (size_t)(to + after - pipe->buffer) - HEAD_BYTES;
+    pipe->size = (size_t)(to + after - pipe->buffer) - pipe->front;
     pipe->chars += chars;
     return 1;
+}
+
+/* Adds the events that come before the first delta's. */
+static bool add_opening(Pipe *pipe)
+{
+    size_t size = (size_t)PyBytes_GET_SIZE(pipe->opening);
+    if (!reserve(pipe, size))
+        return false;
+    memcpy(pipe->buffer + pipe->front + pipe->size, PyBytes_AS_STRING(pipe->opening), size);
+    pipe->size += size;
+    return true;
 }
 
 /* Frames the events as an HTTP chunk: its size in hex before them, CR LF after them. Returns the chunk's begin. */
 static uint8_t *frame_chunk(Pipe *pipe, size_t size)
 {
     static const char hex[] = "0123456789abcdef";
-    uint8_t *events = pipe->buffer + HEAD_BYTES, *begin = events - 2;
+    uint8_t *events = pipe->buffer + pipe->front, *begin = events - 2;
     memcpy(events + size, "\r\n", 2);
     memcpy(begin, "\r\n", 2);
     for (size_t left = size; left; left >>= 4)
@@ -164,15 +182,23 @@ static Py_ssize_t send_now(Pipe *pipe, const uint8_t *data, size_t size)
     return sent > 0 ? sent : 0;
 }
 
-/* Writes what has been built. */
+/* Writes what has been built, after the head if that is still to come. */
 static int flush(Pipe *pipe)
 {
     size_t size = pipe->size;
     pipe->size = 0;
-    if (!size || pipe->closed)
+    bool with_head = pipe->head && pipe->untold; /* not if the long way has written it */
+    if ((!size && !with_head) || pipe->closed)
         return 0;
-    uint8_t *begin = pipe->chunked ? frame_chunk(pipe, size) : pipe->buffer + HEAD_BYTES;
-    size_t whole = (size_t)(pipe->buffer + HEAD_BYTES + size - begin) + (pipe->chunked ? TAIL_BYTES : 0);
+    bool framed = pipe->chunked && size;
+    uint8_t *begin = framed ? frame_chunk(pipe, size) : pipe->buffer + pipe->front;
+    const uint8_t *end = pipe->buffer + pipe->front + size + (framed ? TAIL_BYTES : 0);
+    if (with_head) {
+        begin -= PyBytes_GET_SIZE(pipe->head);
+        memcpy(begin, PyBytes_AS_STRING(pipe->head), (size_t)PyBytes_GET_SIZE(pipe->head));
+        Py_CLEAR(pipe->head);
+    }
+    size_t whole = (size_t)(end - begin);
     Py_ssize_t sent = send_now(pipe, begin, whole);
     if (sent < 0 || (size_t)sent == whole)
         return sent < 0 ? -1 : 0;
@@ -201,7 +227,8 @@ static bool varint(Span *span, uint64_t *value)
     return false;
 }
 
-/* The next field: its number, and its value or its bytes. False at the end or (with `bad`) if it is malformed. */
+/* The next field: its number, and its value or its bytes; of a fixed-size one, which none of our messages has, number 0.
+ * False at the end or (with `bad`) if it is malformed. */
 static bool next_field(Span *span, uint32_t *number, uint64_t *value, Span *bytes, bool *bad)
 {
     uint64_t tag;
@@ -230,6 +257,7 @@ static bool next_field(Span *span, uint32_t *number, uint64_t *value, Span *byte
         if ((size_t)(span->end - span->at) < fixed)
             return false;
         span->at += fixed;
+        *number = 0;
         break;
     default:
         return false;
@@ -241,7 +269,9 @@ static bool next_field(Span *span, uint32_t *number, uint64_t *value, Span *byte
 typedef struct {
     uint64_t stream;
     Span tokens, text;
-    bool plain; /* nothing but tokens and text of choice 0 */
+    int64_t cached;  /* -1: not said */
+    int32_t reason;  /* 0: it isn't the last */
+    bool plain;      /* nothing else, and of choice 0 */
 } Delta;
 
 static bool parse_delta(Span span, Delta *delta)
@@ -251,7 +281,7 @@ static bool parse_delta(Span span, Delta *delta)
     uint64_t value;
     Span bytes;
     bool bad = false;
-    *delta = (Delta){0, none, none, true};
+    *delta = (Delta){0, none, none, -1, 0, true};
     while (next_field(&span, &number, &value, &bytes, &bad)) {
         if (number == 1 && !bytes.at)
             delta->stream = value;
@@ -259,8 +289,12 @@ static bool parse_delta(Span span, Delta *delta)
             delta->tokens = bytes;
         else if (number == 4 && bytes.at)
             delta->text = bytes;
-        else if ((number != 2 && number != 6) || bytes.at || value)
-            delta->plain = false; /* index 0 and finish_reason 0 say nothing */
+        else if (number == 6 && !bytes.at)
+            delta->reason = (int32_t)value;
+        else if (number == 7 && !bytes.at)
+            delta->cached = (uint32_t)value;
+        else if (number != 2 || bytes.at || value)
+            delta->plain = false; /* index 0 says nothing */
     }
     return !bad;
 }
@@ -272,23 +306,53 @@ static int take(Pipe *pipe, const Delta *delta)
 {
     Py_ssize_t had = PyByteArray_GET_SIZE(pipe->generated), more = delta->tokens.end - delta->tokens.at;
     size_t length = (size_t)(delta->text.end - delta->text.at);
+    if (!pipe->begun && !add_opening(pipe))
+        return -1;
     if (length) {
         int added = add_event(pipe, delta->text.at, length);
-        if (added <= 0)
+        if (added <= 0) {
+            if (!pipe->begun)
+                pipe->size = 0; /* the opening comes the long way, too */
             return added;
+        }
+    }
+    if (!pipe->begun) {
+        pipe->begun = pipe->untold = 1;
+        pipe->cached = delta->cached;
     }
     if (more) {
         if (PyByteArray_Resize(pipe->generated, had + more) < 0)
             return -1;
         memcpy(PyByteArray_AS_STRING(pipe->generated) + had, delta->tokens.at, (size_t)more);
     }
-    if (had + more >= pipe->grow_at) {
+    if (had + more >= pipe->grow_at && !delta->reason) {
         PyObject *result = PyObject_CallMethodNoArgs((PyObject *)pipe, str_on_grow);
         if (!result)
             return -1;
         Py_DECREF(result);
     }
     return 1;
+}
+
+/* Calls a method with a number. */
+static int tell(Pipe *pipe, PyObject *name, int64_t number)
+{
+    PyObject *value = PyLong_FromLongLong(number);
+    PyObject *result = value ? PyObject_CallMethodOneArg((PyObject *)pipe, name, value) : NULL;
+    Py_XDECREF(value);
+    Py_XDECREF(result);
+    return result ? 0 : -1;
+}
+
+/* Writes what has been built, and then says that the first delta has come if that is news. */
+static int settle(Pipe *pipe)
+{
+    if (flush(pipe) < 0)
+        return -1;
+    if (!pipe->untold || pipe->closed)
+        return 0;
+    pipe->untold = 0;
+    return tell(pipe, str_on_first, pipe->cached);
 }
 
 static int dispatch_delta(Span span, PyObject *receivers, PyObject *decode, PyObject *touched)
@@ -307,11 +371,13 @@ static int dispatch_delta(Span span, PyObject *receivers, PyObject *decode, PyOb
     int done = 0;
     if (PyObject_TypeCheck(receiver, &PipeType)) {
         Pipe *pipe = (Pipe *)receiver;
-        bool was_empty = !pipe->size;
-        done = pipe->closed || !pipe->generated || !delta.plain ? 0 : take(pipe, &delta);
-        if (done > 0 && was_empty && pipe->size && PyList_Append(touched, receiver) < 0)
+        bool was_settled = !pipe->size && !pipe->untold, is_all = delta.reason && !pipe->begun;
+        done = pipe->closed || !pipe->generated || !delta.plain || is_all ? 0 : take(pipe, &delta);
+        if (done > 0 && was_settled && (pipe->size || pipe->untold) && PyList_Append(touched, receiver) < 0)
             done = -1;
-        if (!done && flush(pipe) < 0)
+        if ((!done || (done > 0 && delta.reason)) && settle(pipe) < 0)
+            done = -1;
+        if (done > 0 && delta.reason && tell(pipe, str_on_end, delta.reason) < 0)
             done = -1;
     }
     if (!done) {
@@ -357,6 +423,9 @@ static PyObject *dispatch_and_flush(const Span *messages, size_t count, PyObject
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(touched); i++)
         if (flush((Pipe *)PyList_GET_ITEM(touched, i)) < 0)
             PyErr_WriteUnraisable(PyList_GET_ITEM(touched, i)); /* the other streams go on */
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(touched); i++) /* all clients first: the books can wait */
+        if (settle((Pipe *)PyList_GET_ITEM(touched, i)) < 0)
+            PyErr_WriteUnraisable(PyList_GET_ITEM(touched, i));
     PyErr_Restore(type, error, trace);
     Py_DECREF(touched);
     return result < 0 ? NULL : Py_NewRef(Py_None);
@@ -432,19 +501,26 @@ static PyObject *dispatch_frames(PyObject *self, PyObject *const *args, Py_ssize
 
 static int pipe_init(PyObject *object, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"socket", "before", "after", "chunked", "generated", "chars", "grow_at", NULL};
+    static char *names[] = {"socket", "chunked", "head", "opening", "before", "after", "generated", "grow_at", NULL};
     Pipe *pipe = (Pipe *)object;
-    PyObject *write, *closing, *unwritten, *generated, *before, *after;
+    PyObject *write, *closing, *unwritten, *head, *opening, *before, *after, *generated;
     int chunked;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "(OOOi)SSpYnn", names, &write, &closing, &unwritten, &pipe->fd, &before, &after,
-                                     &chunked, &generated, &pipe->chars, &pipe->grow_at))
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "(OOOi)pSSSSYn", names, &write, &closing, &unwritten, &pipe->fd, &chunked, &head,
+                                     &opening, &before, &after, &generated, &pipe->grow_at))
         return -1;
+    if (pipe->buffer) {
+        PyErr_SetString(PyExc_TypeError, "a pipe that is in use can't be made again");
+        return -1;
+    }
     Py_XSETREF(pipe->write, Py_NewRef(write));
     Py_XSETREF(pipe->closing, Py_NewRef(closing));
     Py_XSETREF(pipe->unwritten, Py_NewRef(unwritten));
     Py_XSETREF(pipe->generated, Py_NewRef(generated));
+    Py_XSETREF(pipe->head, Py_NewRef(head));
+    Py_XSETREF(pipe->opening, Py_NewRef(opening));
     Py_XSETREF(pipe->before, Py_NewRef(before));
     Py_XSETREF(pipe->after, Py_NewRef(after));
+    pipe->front = (size_t)PyBytes_GET_SIZE(head) + SIZE_BYTES;
     pipe->chunked = (char)chunked;
     return 0;
 }
@@ -475,6 +551,8 @@ static void pipe_dealloc(PyObject *object)
     Pipe *pipe = (Pipe *)object;
     PyObject_GC_UnTrack(object);
     pipe_clear(object);
+    Py_XDECREF(pipe->head);
+    Py_XDECREF(pipe->opening);
     Py_XDECREF(pipe->before);
     Py_XDECREF(pipe->after);
     PyMem_Free(pipe->buffer);
@@ -485,6 +563,7 @@ static PyMemberDef pipe_members[] = {
     {"chars", T_PYSSIZET, offsetof(Pipe, chars), 0, "Code points of output text."},
     {"grow_at", T_PYSSIZET, offsetof(Pipe, grow_at), 0, "Bytes of `generated` from which on_grow is called."},
     {"closed", T_BOOL, offsetof(Pipe, closed), 0, "Nothing is written any more."},
+    {"begun", T_BOOL, offsetof(Pipe, begun), 0, "The first delta has come, this way or the long one."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -515,7 +594,9 @@ PyMODINIT_FUNC PyInit__steps(void)
 {
     str_on_delta = PyUnicode_InternFromString("on_delta");
     str_on_grow = PyUnicode_InternFromString("on_grow");
-    if (!str_on_delta || !str_on_grow || PyType_Ready(&PipeType) < 0)
+    str_on_first = PyUnicode_InternFromString("on_first");
+    str_on_end = PyUnicode_InternFromString("on_end");
+    if (!str_on_delta || !str_on_grow || !str_on_first || !str_on_end || PyType_Ready(&PipeType) < 0)
         return NULL;
     PyObject *made = PyModule_Create(&module);
     if (made && PyModule_AddObjectRef(made, "Pipe", (PyObject *)&PipeType) < 0)

@@ -13,13 +13,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from rankway.ranks import GlobalRank, Target
 from rankway.router import steps
 from rankway.router.attach_wire import BidiCall
 from rankway.router.http_exchange import Exchange
 from rankway.router.openai_form import ChatForm, CompletionForm
 from rankway.router.openai_sinks import StreamedAnswer
 from rankway.router.request import Flight
-from rankway.router.requests import RouterRequest
+from rankway.router.requests import RouterRequest, Routed
 from rankway.sampling import Sampling
 from rankway.v1 import types_pb2, worker_pb2
 
@@ -47,10 +48,14 @@ class FakeConnection:
 
 
 class Owner:
-    """A flight's dispatcher that only counts the growth."""
+    """A flight's dispatcher that only counts."""
 
     def __init__(self) -> None:
         self.grown_to: list[int] = []
+        self.answers: list[int | None] = []
+
+    def answered(self, flight: Any, cached_tokens: int | None = None) -> None:
+        self.answers.append(cached_tokens)
 
     def grown(self, booking: Any, blocks: int) -> None:
         self.grown_to.append(blocks)
@@ -99,8 +104,10 @@ class Client:
         self.flight.stage = type(self.flight.stage).SENT
         self.flight.decision, self.flight.booking = Decision(), object()  # type: ignore[assignment]
         self.flight._set_growth(4)
+        sink.routed(Routed(Target("w", GlobalRank(0)), "w:1", 1, 0, 0.0))
         self.receivers = self.flight.link.receivers  # type: ignore[union-attr]
         self.receivers[5] = self.flight
+        self.flight._open_pipe()
 
     def take(self, messages: list[worker_pb2.AttachResponse], *, short: bool) -> None:
         for message in messages:
@@ -114,12 +121,18 @@ class Client:
     def seen(self) -> tuple[Any, ...]:
         flight = self.flight
         chars = flight.chars + (flight.pipe.chars if flight.pipe is not None else 0)
-        return _body(self.connection.data), bytes(flight.generated), chars, self.owner.grown_to, flight.stage
+        head, _, body = self.connection.data.partition(b"\r\n\r\n")
+        counts = bytes(flight.generated), chars, self.owner.grown_to, self.owner.answers
+        return head, _body(body), *counts, flight.stage, flight.reasons, flight.cached_tokens
+
+    def text(self) -> str:
+        body = _body(self.connection.data.partition(b"\r\n\r\n")[2])
+        events = [json.loads(line.removeprefix(b"data: ")) for line in body.split(b"\n\n") if line.startswith(b"data: {")]
+        return "".join(event["choices"][0]["delta"].get("content", "") for event in events)
 
 
 def _body(data: bytes) -> bytes:
-    """What is written without the head and the framing of chunks."""
-    data = data.partition(b"\r\n\r\n")[2] if data.startswith(b"HTTP/") else data
+    """What is written after the head, without the framing of chunks."""
     if b"\r\n" not in data:
         return data
     body = b""
@@ -141,9 +154,7 @@ def deltas(draw: st.DrawFn) -> worker_pb2.StepDelta:
     delta = worker_pb2.StepDelta(
         stream=draw(st.sampled_from([5, 5, 5, 6])),
         tokens=b"abcd" * draw(st.integers(0, 3)),
-        text=draw(
-            st.text(st.characters(codec="utf-8"), max_size=6) | st.sampled_from(["\u2028", "\u0085", '"\\', "\x00\n", "é🙂"])
-        ),
+        text=draw(st.text(st.characters(codec="utf-8"), max_size=6) | st.sampled_from(HARD_TEXTS)),
     )
     match draw(st.integers(0, 20)):
         case 0:
@@ -183,8 +194,23 @@ def test_what_one_message_brings_leaves_in_one_write() -> None:
     client.take([worker_pb2.AttachResponse(step=worker_pb2.Step(deltas=[first]))], short=True)
     client.take([worker_pb2.AttachResponse(step=worker_pb2.Step(deltas=rest))], short=True)
     assert client.connection.writes == 2
-    events = [json.loads(line.removeprefix(b"data: ")) for line in _body(client.connection.data).split(b"\n\n") if line]
-    assert "".join(event["choices"][0]["delta"]["content"] for event in events) == "abcdefg"
+    assert client.text() == "abcdefg"
+
+
+def test_the_last_token_does_not_wait_for_the_end() -> None:
+    """A stream's first write is its head with the first token; the last token leaves before what its end brings."""
+    client = Client(ChatForm, http10=False, short=True)
+    deltas = [worker_pb2.StepDelta(stream=5, tokens=b"abcd", text=text) for text in "abc"]
+    deltas[-1].finish_reason = types_pb2.FINISH_REASON_LENGTH
+    seen = []
+    for delta in deltas:
+        client.take([worker_pb2.AttachResponse(step=worker_pb2.Step(deltas=[delta]))], short=True)
+        seen.append(client.connection.writes)
+    assert seen == [1, 2, 4]
+    assert client.connection.data.startswith(b"HTTP/1.1 200 OK")
+    assert client.text() == "abc"
+    assert client.flight.pipe is None
+    assert not client.receivers
 
 
 @settings(max_examples=EXAMPLES)
@@ -250,6 +276,12 @@ def test_frames_come_whole_however_they_are_cut(given: tuple[list[str], list[byt
     assert heard.texts == texts
 
 
+def lone_pipe(transport: asyncio.Transport, generated: bytearray) -> Any:
+    """A pipe without a flight."""
+    kind = type("Lone", (steps._steps.Pipe,), {"on_first": lambda self, cached_tokens: None})
+    return kind(steps.Socket.of(transport), False, b"HEAD", b"FIRST", b"<", b">", generated, 2**40)
+
+
 async def test_a_socket_that_is_full_gets_the_rest_later() -> None:
     """What the socket doesn't take at once goes the transport's way, and nothing overtakes it."""
     ours, theirs = socket.socketpair()
@@ -257,7 +289,7 @@ async def test_a_socket_that_is_full_gets_the_rest_later() -> None:
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=ours)
     generated = bytearray()
-    pipe = steps._steps.Pipe(steps.Socket.of(transport), b"<", b">", False, generated, 0, 2**40)
+    pipe = lone_pipe(transport, generated)
     texts = ["".join(random.Random(number).choices("abc", k=300)) for number in range(400)]
 
     def read() -> bytes:
@@ -275,7 +307,7 @@ async def test_a_socket_that_is_full_gets_the_rest_later() -> None:
         await asyncio.sleep(0)
     transport.write(b"END")
     received = await asyncio.wait_for(reading, 10)
-    assert received == "".join(f'<"{text}">' for text in texts).encode() + b"END"
+    assert received == b"HEADFIRST" + "".join(f'<"{text}">' for text in texts).encode() + b"END"
     assert len(generated) == 4 * len(texts)
     transport.close()
     theirs.close()
@@ -285,7 +317,7 @@ async def test_a_closing_transport_gets_nothing_through_its_socket() -> None:
     """Once a transport closes, its descriptor may become another connection's: no byte goes there by itself."""
     ours, theirs = socket.socketpair()
     transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=ours)
-    pipe = steps._steps.Pipe(steps.Socket.of(transport), b"<", b">", False, bytearray(), 0, 2**40)
+    pipe = lone_pipe(transport, bytearray())
     transport.abort()
     steps.dispatch(_message("lost"), {5: pipe})
     theirs.settimeout(5)
