@@ -1,7 +1,8 @@
 """The load generator of `make bench-proxy`: closed loops over HTTP and gRPC that cost little themselves.
 
 Clients keep their connection and send the next request when the answer is complete. Tokens are counted by the `~` that begins
-each one's text; the digits after it are the microsecond of its step, so a token's latency is read off its arrival.
+each one's text; the digits after it are the microsecond of its step, and the kernel stamps what arrives at a paced
+client's socket: the difference is a token's latency, without the time in which this generator was busy with other streams.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import socket
+import struct
 import time
 from array import array
 from collections.abc import Awaitable, Callable
@@ -23,6 +26,13 @@ from rankway.v1 import generate_pb2, router_pb2, types_pb2
 
 STAMP = 14
 """Characters of a token's text."""
+
+READ_BYTES = 2**18
+SO_TIMESTAMPNS = 35
+"""Linux's; Python has no name for it."""
+TIMESPEC = struct.Struct("qq")
+CLOCKS_APART_NS = time.time_ns() - time.monotonic_ns()
+"""The kernel's stamps are wall clock, the tokens' are not."""
 
 PROMPT_CHARS = 256
 CONVERSATIONS = 16
@@ -69,28 +79,29 @@ class Prompts:
         return f"{self._random.choice(self._heads)} {self._random.getrandbits(60):015x}"
 
 
-class HttpClient(asyncio.Protocol):
-    """One connection with one request at a time."""
+class HttpClient:
+    """One connection with one request at a time, straight on a socket: the kernel says when something arrived there."""
 
-    def __init__(self, shape: Shape, tally: Tally, prompts: Prompts) -> None:
+    def __init__(self, port: int, shape: Shape, tally: Tally, prompts: Prompts) -> None:
         self._shape = shape
         self._tally = tally
         self._prompts = prompts
+        self._loop = asyncio.get_running_loop()
         self._parser: httptools.HttpResponseParser
         self._rest = b""
         self._first = True
-        self.closed = False
-        self._transport: asyncio.Transport
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport  # type: ignore[assignment]
+        self._closed = False
+        self._arrived_us = 0
+        self._socket = socket.create_connection(("127.0.0.1", port))
+        self._socket.setblocking(False)
+        if shape.pace_ms:
+            self._socket.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
+        self._loop.add_reader(self._socket.fileno(), self._read)
         self.send()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._tally.errors += not self.closed
-        self.closed = True
-
     def send(self) -> None:
+        if self._closed:
+            return
         shape = self._shape
         # Paced streams would all begin and end together: the first one's length differs.
         tokens = random.randint(17, shape.tokens) if self._first and shape.pace_ms else shape.tokens
@@ -105,42 +116,52 @@ class HttpClient(asyncio.Protocol):
         data = json.dumps(body).encode()
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
         self._parser = httptools.HttpResponseParser(self)
-        self._transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(data), data))
+        self._socket.sendall(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(data), data))
 
     def close(self) -> None:
-        self.closed = True
-        self._transport.close()
+        self._closed = True
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()
 
-    def data_received(self, data: bytes) -> None:
-        self._parser.feed_data(data)
+    def _read(self) -> None:
+        if self._shape.pace_ms:
+            data, stamps, _, _ = self._socket.recvmsg(READ_BYTES, 64)
+            if stamps:
+                seconds, ns = TIMESPEC.unpack(stamps[0][2])
+                self._arrived_us = (seconds * 10**9 + ns - CLOCKS_APART_NS) // 1000
+        else:
+            data = self._socket.recv(READ_BYTES)
+        if data:
+            self._parser.feed_data(data)
+        else:
+            self._tally.errors += 1
+            self.close()
 
     def on_headers_complete(self) -> None:
         if self._parser.get_status_code() != 200:
             self._tally.errors += 1
 
     def on_body(self, body: bytes) -> None:
-        self._rest = count(self._rest + body, self._tally, timed=self._shape.pace_ms > 0)
+        self._rest = count(self._rest + body, self._tally, self._arrived_us)
 
     def on_message_complete(self) -> None:
         self._tally.requests += 1
         self._rest = b""
-        if not self.closed:
-            # Not from within the parser, which the next request replaces.
-            asyncio.get_running_loop().call_soon(self.send)
+        # Not from within the parser, which the next request replaces.
+        self._loop.call_soon(self.send)
 
 
-def count(data: bytes, tally: Tally, *, timed: bool) -> bytes:
-    """Count whole tokens; returns what may be the beginning of one."""
-    if not timed:
+def count(data: bytes, tally: Tally, arrived_us: int = 0) -> bytes:
+    """Count whole tokens, and their latencies if it is known when they arrived; returns what may be the beginning of one."""
+    if not arrived_us:
         tally.tokens += data.count(b"~")
         return b""
-    now = time.monotonic_ns() // 1000
     at = data.find(b"~")
     while at >= 0:
         if at + STAMP > len(data):
             return data[at:]
         tally.tokens += 1
-        tally.latencies_us.append(now - int(data[at + 1 : at + STAMP]))
+        tally.latencies_us.append(arrived_us - int(data[at + 1 : at + STAMP]))
         at = data.find(b"~", at + STAMP)
     return b""
 
@@ -148,11 +169,7 @@ def count(data: bytes, tally: Tally, *, timed: bool) -> bytes:
 async def http(port: int, shape: Shape, cpu: Callable[[], float]) -> Tally:
     """Load the OpenAI API at a port; `cpu` reads the proxy's CPU seconds."""
     tally, prompts = Tally(), Prompts()
-    loop = asyncio.get_running_loop()
-    clients = []
-    for _ in range(shape.clients):
-        _, client = await loop.create_connection(lambda: HttpClient(shape, tally, prompts), "127.0.0.1", port)
-        clients.append(client)
+    clients = [HttpClient(port, shape, tally, prompts) for _ in range(shape.clients)]
     try:
         return await _measure(tally, shape, cpu)
     finally:
@@ -173,7 +190,7 @@ async def generate(port: int, shape: Shape, cpu: Callable[[], float]) -> Tally:
             call = calls[number % len(calls)](_generate_request(prompts.next(), tokens, shape.pace_ms).SerializeToString())
             tokens = shape.tokens
             while (message := await call.read()) is not grpc.aio.EOF:
-                count(message, tally, timed=shape.pace_ms > 0)
+                count(message, tally)
             tally.requests += 1
 
     measured = await _with_clients(client, shape, tally, cpu)

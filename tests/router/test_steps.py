@@ -20,7 +20,7 @@ from rankway.router.http_exchange import Exchange
 from rankway.router.openai_form import ChatForm, CompletionForm
 from rankway.router.openai_sinks import StreamedAnswer
 from rankway.router.request import Flight
-from rankway.router.requests import RouterRequest, Routed
+from rankway.router.requests import Routed, RouterRequest
 from rankway.sampling import Sampling
 from rankway.v1 import types_pb2, worker_pb2
 
