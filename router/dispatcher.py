@@ -11,7 +11,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rankway import logs
 from rankway.errors import Overloaded, RankwayError, Unavailable
@@ -95,6 +95,7 @@ class RouterDispatcher:
         queue: WaitQueue[Flight],
         affinity: Affinity,
         bookings: OwnBookings,
+        reservations: Reservations,
         recent: Recent,
         settings: DispatchSettings,
         rng: random.Random,
@@ -102,7 +103,8 @@ class RouterDispatcher:
         self.policy = policy
         self.ledger = ledger
         self.queue = queue
-        self.reservations = Reservations()
+        self.reservations = reservations
+        """Those of the other routers too."""
         self.counts = Counts()
         self.choice_seconds = Timing()
         """Of one choice in `SAMPLE`."""
@@ -130,7 +132,7 @@ class RouterDispatcher:
         return flight
 
     def reserve(self, request: RouterRequest, ttl_ms: int) -> Reservation:
-        """Choose and book without sending; the same request_id gets the same answer while its reservation lives.
+        """Choose and book without sending; the same request_id gets the same answer while its reservation lives, whoever made it.
 
         Raises:
             Unavailable: nobody to serve it. Overloaded: everybody is full.
@@ -153,11 +155,12 @@ class RouterDispatcher:
         return reservation
 
     def release_reservation(self, reservation_id: str) -> bool:
-        """End a reservation early; returns whether it lived."""
-        reservation = self.reservations.take(reservation_id)
+        """End a reservation early, whichever router made it; returns whether it was known here and lived."""
+        reservation = self._take(reservation_id)
         if reservation is None:
             return False
-        self.release(reservation.booking)
+        self._bookings.end_reservation(reservation)
+        self._pump_if_freed()
         return True
 
     def place(self, flight: Flight) -> bool:
@@ -360,13 +363,18 @@ class RouterDispatcher:
         reservation_id = flight.request.reservation_id
         if not reservation_id:
             return None
-        reservation = self.reservations.take(reservation_id)
+        reservation = self._take(reservation_id)
         if reservation is None:
             return None
         if reservation.decision.prompt_tokens != flight.request.prompt_tokens:
-            self.release(reservation.booking)
+            self._bookings.end_reservation(reservation)
             return None
-        self.ledger.set_expiry(reservation.booking, None)
+        return replace(reservation, booking=self._bookings.fulfil(reservation, self._loop.time()))
+
+    def _take(self, reservation_id: str) -> Reservation | None:
+        reservation = self.reservations.take(reservation_id)
+        if reservation is None:
+            self._bookings.remember_taken(reservation_id)
         return reservation
 
     def _send(self, flight: Flight, decision: Decision, booking: Booking) -> bool:

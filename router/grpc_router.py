@@ -13,7 +13,7 @@ from rankway.router.dispatcher import RouterDispatcher
 from rankway.router.eligibility import Query
 from rankway.router.explain import Candidate, Explanation, Recent, explain, explain_past
 from rankway.router.grpc_generation import deadline_of
-from rankway.router.intake import Intake
+from rankway.router.intake import MAX_NAME_CHARS, Intake
 from rankway.router.policy import Policy, Prompt
 from rankway.router.requests import RouterRequest
 from rankway.v1 import router_pb2, types_pb2
@@ -69,9 +69,11 @@ class RouterServicer:
         return self.release(request)
 
     def release(self, request: router_pb2.ReleaseRequest) -> router_pb2.ReleaseResponse:
-        """End a reservation. Raises InvalidField: none is named."""
+        """End a reservation. Raises InvalidField: none is named, or none has such a name."""
         if not request.reservation_id:
             raise InvalidField("reservation_id", "", "must be given")
+        if len(request.reservation_id) > MAX_NAME_CHARS:
+            raise InvalidField("reservation_id", request.reservation_id, f"at most {MAX_NAME_CHARS} characters")
         return router_pb2.ReleaseResponse(released=self._dispatcher.release_reservation(request.reservation_id))
 
     @rpc.unary

@@ -143,7 +143,9 @@ class RouterCollector(Collector):
         yield GaugeMetricFamily("rankway_router_in_flight", "Requests under way.", len(observed.dispatcher.flights))
         yield GaugeMetricFamily("rankway_router_tasks", "asyncio tasks of the router.", len(asyncio.all_tasks(self._loop)))
         yield GaugeMetricFamily("rankway_router_grpc_streams", "Generate streams.", observed.generation.active)
-        yield GaugeMetricFamily("rankway_router_reservations", "Living reservations.", len(observed.dispatcher.reservations))
+        yield GaugeMetricFamily(
+            "rankway_router_reservations", "Living reservations made here.", observed.dispatcher.reservations.own
+        )
         for name, text, value in (
             ("requests", "Requests taken.", counts.requests),
             ("finished", "Requests that ended well.", counts.finished),

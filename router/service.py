@@ -43,6 +43,7 @@ from rankway.router.metrics import Observed, RouterCollector
 from rankway.router.openai_api import FrontDoor, FrontDoorLimits
 from rankway.router.policy import Policy, PolicySettings
 from rankway.router.replica import Replica
+from rankway.router.reservations import Reservations
 from rankway.router.settings import RouterSettings
 from rankway.router.sharing import Sharing
 from rankway.router.targets import Targets
@@ -250,10 +251,11 @@ def build(settings: RouterSettings, router_id: str) -> Router:
     policy = Policy(_policy_settings(settings), fleet, targets, eligibility, ledger, index)
     recent = Recent(settings.explain_recent, ledger.loads)
     epoch = int(time.time() * 1000)
-    sharing = Sharing(settings, router_id, epoch, fleet, targets, ledger, clock) if settings.share_bookings else None
-    bookings = OwnBookings(ledger, f"{router_id}/{epoch}", sharing)
-    if sharing is not None:
-        sharing.own = bookings
+    bookings, reservations = OwnBookings(ledger, f"{router_id}/{epoch}"), Reservations()
+    sharing = None
+    if settings.share_bookings:
+        sharing = Sharing(settings, router_id, epoch, fleet, targets, ledger, bookings, reservations, clock)
+        bookings.audience = sharing
     dispatcher = RouterDispatcher(
         policy,
         ledger,
@@ -262,6 +264,7 @@ def build(settings: RouterSettings, router_id: str) -> Router:
         WaitQueue(QueueLimits(settings.queue_requests, settings.queue_tokens, settings.queue_age_s)),
         Affinity(settings.session_ttl_s),
         bookings,
+        reservations,
         recent,
         _dispatch_settings(settings),
         rng,

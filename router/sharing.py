@@ -1,4 +1,5 @@
-"""Sharing bookings with the other routers over NATS: what this one books goes out in batches, what others book comes in.
+"""Sharing bookings and reservations with the other routers over NATS: what this one books goes out in batches, what others book
+comes in.
 
 Without NATS nothing is shared and nothing else changes: loads that workers publish still tell of the others, a little later.
 """
@@ -9,7 +10,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 
 import nats.errors
 from google.protobuf.message import DecodeError
@@ -17,21 +18,20 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from rankway import bus, logs
-from rankway.ranks import GlobalRank, Target
+from rankway.registry.records import Record
+from rankway.router.active_updates import BOOKING_TTL_S, Updates
 from rankway.router.bookings import Batch, OtherBookings, OwnBookings
 from rankway.router.fleet import Fleet
 from rankway.router.ledger import Booking, Ledger
+from rankway.router.reservations import Reservations
 from rankway.router.settings import RouterSettings
-from rankway.router.targets import Targets
+from rankway.router.targets import Place, Targets
 from rankway.v1 import events_pb2
 
 log = logs.get("sharing")
 
 FULL_EVERY_S = 10.0
 """How often all bookings are told."""
-
-BOOKING_TTL_S = 30.0
-"""How long a booking of a router that fell silent counts."""
 
 ANSWER_PAUSE_S = 0.2
 """Least time between two full updates, whoever asks."""
@@ -41,9 +41,6 @@ ASK_PAUSE_S = 0.5
 
 LOOK_EVERY_S = 2.0
 """How often groups that are new are looked for, once there is one."""
-
-MESSAGE_BYTES = bus.MAX_PAYLOAD_BYTES // 2
-"""A batch is split into messages of about this size."""
 
 
 class Sharing:
@@ -57,9 +54,10 @@ class Sharing:
         fleet: Fleet,
         targets: Targets,
         ledger: Ledger,
+        own: OwnBookings,
+        reservations: Reservations,
         clock: Callable[[], float],
     ) -> None:
-        self.own: OwnBookings
         self.counts: Counter[str] = Counter()
         """Messages: "sent", "received", "malformed", "holes", "failed" (not sent: no connection)."""
         self._settings = settings
@@ -68,8 +66,10 @@ class Sharing:
         self._fleet = fleet
         self._targets = targets
         self._ledger = ledger
+        self._own = own
+        self._updates = Updates(targets, reservations)
         self._clock = clock
-        self._others = OtherBookings(ledger, self._slot_of, BOOKING_TTL_S)
+        self._others = OtherBookings(ledger, own, reservations, self._member, BOOKING_TTL_S)
         self._changed = asyncio.Event()
         self._full_wanted = asyncio.Event()
         self._seqs: defaultdict[str, int] = defaultdict(int)
@@ -123,8 +123,8 @@ class Sharing:
             await self._changed.wait()
             await asyncio.sleep(self._settings.share_interval_ms / 1000)
             self._changed.clear()
-            for group, batch in self.own.take().items():
-                for update in self._updates(group, batch):
+            for group, batch in self._own.take().items():
+                for update in self._updates.of(batch, self._clock()):
                     await self._publish(group, update)
 
     async def _tell_all(self) -> None:
@@ -153,9 +153,9 @@ class Sharing:
             group = self.group_of(booking.slot) if booking.own else None
             if group is not None:
                 bookings[group][booking.booking_id] = booking
-        self.own.told_in_full()
+        self._own.told_in_full()
         for group in self._groups():
-            for update in self._updates(group, Batch(booked=bookings[group]), full=True):
+            for update in self._updates.of(Batch(booked=bookings[group]), self._clock(), full=True):
                 await self._publish(group, update)
 
     async def _ask(self) -> None:
@@ -189,37 +189,6 @@ class Sharing:
             # The seq that is missing now makes the others ask, and a reconnect tells them all.
             self.counts["failed"] += 1
 
-    def _updates(self, group: str, batch: Batch, *, full: bool = False) -> Iterator[events_pb2.ActiveUpdate]:
-        """A batch as messages: the first one carries what is short."""
-        update = events_pb2.ActiveUpdate(full=full, prefilled=batch.prefilled, released=batch.released)
-        size = 64 * (len(batch.prefilled) + len(batch.released))
-        for booking in self._messages(batch.booked.values()):
-            if size > 0 and size + len(booking.block_hashes) > MESSAGE_BYTES:
-                yield update
-                update, size = events_pb2.ActiveUpdate(), 0
-            update.booked.append(booking)
-            size += len(booking.block_hashes) + 128
-        yield update
-
-    def _messages(self, bookings: Iterable[Booking]) -> Iterator[events_pb2.Booking]:
-        now = self._clock()
-        for booking in bookings:
-            place = self._targets.place(booking.slot)
-            if booking.ended or place is None:
-                continue
-            ttl_s = BOOKING_TTL_S if booking.expires_at is None else min(BOOKING_TTL_S, booking.expires_at - now)
-            yield events_pb2.Booking(
-                booking_id=booking.booking_id,
-                worker_id=place.target.worker_id,
-                epoch=place.epoch,
-                dp_rank=place.target.dp_rank,
-                prefill_tokens=booking.prefill_tokens,
-                block_hashes=booking.hashes,
-                ttl_ms=max(1, int(ttl_s * 1000)),
-                prefilled=booking.prefilled,
-                requests=booking.requests,
-            )
-
     async def _on_message(self, message: Msg) -> None:
         self.counts["received"] += 1
         try:
@@ -236,6 +205,7 @@ class Sharing:
             self.counts["holes"] += 1
             self._missed.set()
 
-    def _slot_of(self, worker_id: str, epoch: int, dp_rank: int) -> int | None:
-        slot = self._targets.find(Target(worker_id, GlobalRank(dp_rank)), epoch)
-        return slot if slot is not None and self._ledger.is_open(slot) else None
+    def _member(self, place: Place) -> tuple[int, Record] | None:
+        slot = self._targets.find(place.target, place.epoch)
+        record = self._fleet.record(place.instance)
+        return (slot, record) if slot is not None and record is not None and self._ledger.is_open(slot) else None

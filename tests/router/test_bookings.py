@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 from harness.fake_worker import STOP, FakeWorker
 from harness.fleet import a_record
 from harness.nats import NatsServer
@@ -23,6 +22,7 @@ from rankway.router.bookings import OtherBookings, OwnBookings
 from rankway.router.fleet import Fleet
 from rankway.router.ledger import Ledger, RecentTerm
 from rankway.router.policy import Decision
+from rankway.router.reservations import Reservations
 from rankway.router.settings import RouterSettings
 from rankway.router.sharing import Sharing
 from rankway.router.targets import Place, Targets
@@ -37,9 +37,14 @@ def a_ledger() -> Ledger:
     return ledger
 
 
+PLACE = Place(Target("w", GlobalRank(0)), 1)
+RECORD = a_record("w", 0, 1, data_parallel_size=1, epoch=1, dp_group="g")
+
+
 def others(ledger: Ledger) -> OtherBookings:
     """Knows worker "w", epoch 1, rank 0 as slot 0."""
-    return OtherBookings(ledger, lambda worker, epoch, rank: 0 if (worker, epoch, rank) == ("w", 1, 0) else None, ttl_s=30.0)
+    own = OwnBookings(ledger, "r1")
+    return OtherBookings(ledger, own, Reservations(), lambda place: (0, RECORD) if place == PLACE else None, ttl_s=30.0)
 
 
 def update(seq: int, *, booked: Sequence[str] = (), **fields: Any) -> events_pb2.ActiveUpdate:
@@ -151,29 +156,6 @@ def test_a_full_update_mends_whatever_was_lost(steps: list[tuple[str, int]], los
     assert ledger.loads.decode_blocks[0] == 0
 
 
-@pytest.fixture
-async def sharing(shared_nats: NatsServer, request: pytest.FixtureRequest) -> Any:
-    """Makes routers that share bookings in a group of this test's own over two workers of 4 ranks each."""
-    group = request.node.name.replace("[", "-").replace("]", "")[:60]
-    workers = [FakeWorker(a_record(f"w{i}", 4 * i, 4, dp_group=group)) for i in range(2)]
-    routers: list[TestRouter] = []
-
-    async def make(router_id: str) -> TestRouter:
-        router = TestRouter(share_bookings=True, router_id=router_id, nats_url=shared_nats.url, dp_group=group)
-        routers.append(router)
-        for worker in workers:
-            await router.join(worker)
-        await eventually(lambda: router.parts.sharing.connected)
-        return router
-
-    make.workers = workers  # type: ignore[attr-defined]
-    yield make
-    for router in routers:
-        await router.close()
-    for worker in workers:
-        await worker.kill()
-
-
 def booked(router: TestRouter) -> int:
     return len(list(router.parts.ledger.bookings()))
 
@@ -193,8 +175,7 @@ def test_what_a_full_update_told_is_released_for_the_others_too() -> None:
     """A booking that a full update told before its batch went out is told again when it ends."""
     ledger = a_ledger()
     own = OwnBookings(ledger, "r1", Listeners())
-    place = Place(Target("w", GlobalRank(0)), 1)
-    decision = Decision(0, place, "w:1", 1.0, 0, 16, 64, HASHES)
+    decision = Decision(0, PLACE, "w:1", 1.0, 0, 16, 64, HASHES)
     booking = own.book(decision, 0.0, requests=1)
     own.told_in_full()
     own.release(booking)
@@ -259,7 +240,8 @@ async def test_sharing_survives_an_outage_of_nats(nats_server: NatsServer) -> No
 
 async def test_every_reconnect_makes_good_what_was_lost() -> None:
     """After each reconnect, not the first alone, all is told again and asked for again."""
-    sharing = Sharing(RouterSettings(), "r", 1, Fleet(), Targets(), a_ledger(), asyncio.get_running_loop().time)
+    ledger, clock = a_ledger(), asyncio.get_running_loop().time
+    sharing = Sharing(RouterSettings(), "r", 1, Fleet(), Targets(), ledger, OwnBookings(ledger, "r"), Reservations(), clock)
     status = BusStatus()
     mending = asyncio.create_task(sharing._after_reconnects(status))
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -29,7 +30,7 @@ from rankway.registry.settings import RegistrySettings
 from rankway.router import service
 from rankway.router.settings import RouterSettings
 from rankway.settings import to_argv
-from rankway.v1 import generate_pb2, generate_pb2_grpc, types_pb2
+from rankway.v1 import generate_pb2, generate_pb2_grpc, router_pb2, router_pb2_grpc, types_pb2
 
 
 class Running:
@@ -97,9 +98,9 @@ async def world(nats_server: NatsServer) -> AsyncIterator[World]:
     await registry.stop()
 
 
-def a_request(**fields: Any) -> generate_pb2.GenerateRequest:
+def a_request(prompt: int = 40, **fields: Any) -> generate_pb2.GenerateRequest:
     return generate_pb2.GenerateRequest(
-        token_ids=types_pb2.TokenIds(ids=range(40)), sampling=types_pb2.SamplingParams(max_tokens=4), **fields
+        token_ids=types_pb2.TokenIds(ids=range(prompt)), sampling=types_pb2.SamplingParams(max_tokens=4), **fields
     )
 
 
@@ -176,7 +177,9 @@ async def test_it_goes_on_without_the_registry(world: World, one_worker: FakeWor
 
 
 async def test_several_processes_share_the_ports(world: World, two_workers: tuple[FakeWorker, FakeWorker]) -> None:
-    """--processes 2: one port, two routers, both attached to every worker; SIGTERM ends all with exit code 0."""
+    """--processes 2: one port, two routers, both attached to every worker and with the same reservations; SIGTERM ends all with
+    exit code 0.
+    """
     for worker in two_workers:
         worker.on_start = lambda seen: seen.delta([1], finish=STOP)
         await world.join(worker)
@@ -198,11 +201,37 @@ async def test_several_processes_share_the_ports(world: World, two_workers: tupl
             async with rpc.open_channel(addresses["grpc"]) as channel:
                 messages = [m async for m in generate_pb2_grpc.GenerationStub(channel).Generate(a_request(), timeout=5)]
                 assert messages[-1].HasField("finished")
+        await _each_process_knows_the_others_reservation(addresses["grpc"])
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, 30) == 0
     finally:
         process.kill()
         await asyncio.to_thread(process.wait)
+
+
+async def _each_process_knows_the_others_reservation(address: str) -> None:
+    """Over connections of their own, which the kernel spreads, until both processes have made one."""
+    async with contextlib.AsyncExitStack() as channels:
+        made: dict[str, tuple[router_pb2_grpc.RouterStub, router_pb2.RouteResponse]] = {}
+        count = 0
+        while len(made) < 2:
+            stub = router_pb2_grpc.RouterStub(await channels.enter_async_context(rpc.open_channel(address)))
+            count += 1
+            route = await stub.Route(router_pb2.RouteRequest(request=a_request(100, request_id=f"r{count}")), timeout=5)
+            made[route.reservation_id.partition("/")[0]] = stub, route
+        (first, at_first), (second, at_second) = made.values()
+        for stub in (first, second):
+            await eventually(lambda stub=stub: _counts(stub, 100 * count))
+        for stub, route in ((first, at_second), (second, at_first)):
+            again = router_pb2.RouteRequest(request=a_request(100, request_id=route.request_id))
+            assert await stub.Route(again, timeout=5) == route
+            assert (await stub.Release(router_pb2.ReleaseRequest(reservation_id=route.reservation_id), timeout=5)).released
+
+
+async def _counts(stub: router_pb2_grpc.RouterStub, prefill_tokens: int) -> bool:
+    """Whether the process counts exactly so many tokens to prefill."""
+    explained = await stub.Explain(router_pb2.ExplainRequest(request=a_request()), timeout=5)
+    return sum(candidate.queued_prefill_tokens for candidate in explained.candidates) == prefill_tokens
 
 
 async def test_an_address_in_use_is_an_oserror(world: World) -> None:

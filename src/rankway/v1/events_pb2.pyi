@@ -250,6 +250,8 @@ class ActiveUpdate(_message.Message):
     BOOKED_FIELD_NUMBER: _builtins.int
     PREFILLED_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
+    FULFILLED_FIELD_NUMBER: _builtins.int
+    TAKEN_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     router_epoch: _builtins.int
     """One life of the router, milliseconds since 1970."""
@@ -269,6 +271,16 @@ class ActiveUpdate(_message.Message):
     def released(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Booking ids that ended."""
 
+    @_builtins.property
+    def fulfilled(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Booking ids of this router's reservations whose request has come to it: from now on bookings like any other."""
+
+    @_builtins.property
+    def taken(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Booking ids of other routers' reservations that ended at this one: released here, or fulfilled here by a booking of this router's
+        own. Whoever made one releases it; one that is listed all the same is told again.
+        """
+
     def __init__(
         self,
         *,
@@ -280,10 +292,12 @@ class ActiveUpdate(_message.Message):
         booked: _abc.Iterable[Global___Booking] | None = ...,
         prefilled: _abc.Iterable[_builtins.str] | None = ...,
         released: _abc.Iterable[_builtins.str] | None = ...,
+        fulfilled: _abc.Iterable[_builtins.str] | None = ...,
+        taken: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["booked", b"booked", "full", b"full", "prefilled", b"prefilled", "released", b"released", "router_epoch", b"router_epoch", "router_id", b"router_id", "seq", b"seq", "want_full", b"want_full"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["booked", b"booked", "fulfilled", b"fulfilled", "full", b"full", "prefilled", b"prefilled", "released", b"released", "router_epoch", b"router_epoch", "router_id", b"router_id", "seq", b"seq", "taken", b"taken", "want_full", b"want_full"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -302,6 +316,7 @@ class Booking(_message.Message):
     TTL_MS_FIELD_NUMBER: _builtins.int
     PREFILLED_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
+    RESERVATION_FIELD_NUMBER: _builtins.int
     booking_id: _builtins.str
     worker_id: _builtins.str
     epoch: _builtins.int
@@ -315,6 +330,10 @@ class Booking(_message.Message):
     prefilled: _builtins.bool
     """Prefill is done."""
     requests: _builtins.int
+    @_builtins.property
+    def reservation(self) -> Global___Reservation:
+        """Present as long as the booking is a reservation of Router.Route that waits for its request; booking_id is its reservation_id."""
+
     def __init__(
         self,
         *,
@@ -327,11 +346,46 @@ class Booking(_message.Message):
         ttl_ms: _builtins.int = ...,
         prefilled: _builtins.bool = ...,
         requests: _builtins.int = ...,
+        reservation: Global___Reservation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["reservation", b"reservation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "booking_id", b"booking_id", "dp_rank", b"dp_rank", "epoch", b"epoch", "prefill_tokens", b"prefill_tokens", "prefilled", b"prefilled", "requests", b"requests", "ttl_ms", b"ttl_ms", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "booking_id", b"booking_id", "dp_rank", b"dp_rank", "epoch", b"epoch", "prefill_tokens", b"prefill_tokens", "prefilled", b"prefilled", "requests", b"requests", "reservation", b"reservation", "ttl_ms", b"ttl_ms", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Booking: _TypeAlias = Booking  # noqa: Y015
+
+@_typing.final
+class Reservation(_message.Message):
+    """What else the answer of Router.Route consists of, so that every router of the DP group can repeat it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    OVERLAP_BLOCKS_FIELD_NUMBER: _builtins.int
+    COST_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    TTL_MS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    overlap_blocks: _builtins.int
+    cost: _builtins.float
+    prompt_tokens: _builtins.int
+    ttl_ms: _builtins.int
+    """As answered: milliseconds from the making of the reservation until it expires by itself."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        overlap_blocks: _builtins.int = ...,
+        cost: _builtins.float = ...,
+        prompt_tokens: _builtins.int = ...,
+        ttl_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "overlap_blocks", b"overlap_blocks", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Reservation: _TypeAlias = Reservation  # noqa: Y015

@@ -57,7 +57,7 @@ class GenerateRequest(_message.Message):
     tenant: _builtins.str
     """Whose fair share this request uses."""
     reservation_id: _builtins.str
-    """A reservation made with Router.Route: the router's booking that this request fulfils."""
+    """A reservation made with Router.Route, at this router or another one: the request goes to its target, on its booking."""
     @_builtins.property
     def token_ids(self) -> _types_pb2.TokenIds: ...
     @_builtins.property

@@ -56,14 +56,16 @@ class RouterServicer:
 
     def Route(self, request, context):
         """Chooses a target and reserves it without generating (look-aside load balancing). Idempotent: the same request_id while its
-        reservation lives gets the same answer. Errors as Generation.Generate.
+        reservation lives gets the same answer, at any router that has heard of it: routers that share bookings hear within
+        milliseconds. Errors as Generation.Generate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Ends a reservation early. Idempotent: an unknown or ended reservation is OK with released = false.
+        """Ends a reservation early, at any router, whichever made it. Idempotent: an unknown or ended reservation is OK with
+        released = false.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

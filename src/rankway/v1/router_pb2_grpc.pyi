@@ -33,10 +33,13 @@ class RouterStub:
     def __new__(cls, channel: _aio.Channel) -> RouterAsyncStub: ...
     Route: _grpc.UnaryUnaryMultiCallable[_router_pb2.RouteRequest, _router_pb2.RouteResponse]
     """Chooses a target and reserves it without generating (look-aside load balancing). Idempotent: the same request_id while its
-    reservation lives gets the same answer. Errors as Generation.Generate.
+    reservation lives gets the same answer, at any router that has heard of it: routers that share bookings hear within
+    milliseconds. Errors as Generation.Generate.
     """
     Release: _grpc.UnaryUnaryMultiCallable[_router_pb2.ReleaseRequest, _router_pb2.ReleaseResponse]
-    """Ends a reservation early. Idempotent: an unknown or ended reservation is OK with released = false."""
+    """Ends a reservation early, at any router, whichever made it. Idempotent: an unknown or ended reservation is OK with
+    released = false.
+    """
     Explain: _grpc.UnaryUnaryMultiCallable[_router_pb2.ExplainRequest, _router_pb2.ExplainResponse]
     """Every candidate with the terms of its cost, for a prompt (nothing is booked) or for the id of a recent request (what was decided
     then). NOT_FOUND: no such recent request.
@@ -47,10 +50,13 @@ class RouterAsyncStub(RouterStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Route: _aio.UnaryUnaryMultiCallable[_router_pb2.RouteRequest, _router_pb2.RouteResponse]  # type: ignore[assignment]
     """Chooses a target and reserves it without generating (look-aside load balancing). Idempotent: the same request_id while its
-    reservation lives gets the same answer. Errors as Generation.Generate.
+    reservation lives gets the same answer, at any router that has heard of it: routers that share bookings hear within
+    milliseconds. Errors as Generation.Generate.
     """
     Release: _aio.UnaryUnaryMultiCallable[_router_pb2.ReleaseRequest, _router_pb2.ReleaseResponse]  # type: ignore[assignment]
-    """Ends a reservation early. Idempotent: an unknown or ended reservation is OK with released = false."""
+    """Ends a reservation early, at any router, whichever made it. Idempotent: an unknown or ended reservation is OK with
+    released = false.
+    """
     Explain: _aio.UnaryUnaryMultiCallable[_router_pb2.ExplainRequest, _router_pb2.ExplainResponse]  # type: ignore[assignment]
     """Every candidate with the terms of its cost, for a prompt (nothing is booked) or for the id of a recent request (what was decided
     then). NOT_FOUND: no such recent request.
@@ -64,7 +70,8 @@ class RouterServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.RouteResponse, _abc.Awaitable[_router_pb2.RouteResponse]]:
         """Chooses a target and reserves it without generating (look-aside load balancing). Idempotent: the same request_id while its
-        reservation lives gets the same answer. Errors as Generation.Generate.
+        reservation lives gets the same answer, at any router that has heard of it: routers that share bookings hear within
+        milliseconds. Errors as Generation.Generate.
         """
 
     @_abc_1.abstractmethod
@@ -73,7 +80,9 @@ class RouterServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.ReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.ReleaseResponse, _abc.Awaitable[_router_pb2.ReleaseResponse]]:
-        """Ends a reservation early. Idempotent: an unknown or ended reservation is OK with released = false."""
+        """Ends a reservation early, at any router, whichever made it. Idempotent: an unknown or ended reservation is OK with
+        released = false.
+        """
 
     @_abc_1.abstractmethod
     def Explain(
