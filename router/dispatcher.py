@@ -27,15 +27,13 @@ from rankway.router.policy import Decision, Policy, Prompt
 from rankway.router.request import Flight, Stage
 from rankway.router.requests import RouterRequest, Sink
 from rankway.router.reservations import Reservation, Reservations
+from rankway.router.route import Route, RouteSink
 from rankway.router.timing import Timing
 
 log = logs.get("dispatcher")
 
 SAMPLE = 16
 """One choice in so many is timed."""
-
-NO_PATIENCE_S = 1e9
-"""As if it had waited for ever: a reservation is made now, so its request doesn't wait for a full, warm target."""
 
 NEAR_S = 3.0
 """A deadline gets a timer when it is so near. Until then sweeps look at it: most requests end long before theirs, and a
@@ -126,30 +124,25 @@ class RouterDispatcher:
         """`Dispatcher.dispatch`. The sink hears nothing before this has returned."""
         flight = Flight(self, request, sink, self._loop.time())
         self.counts.requests += 1
-        self.flights.add(flight)
-        self._time(flight, flight.arrived + NEAR_S)
-        self._loop.call_soon(self._begin, flight)
+        self._launch(flight)
         return flight
 
-    def reserve(self, request: RouterRequest, ttl_ms: int) -> Reservation:
-        """Choose and book without sending; the same request_id gets the same answer while its reservation lives, whoever made it.
+    def reserve(self, request: RouterRequest, ttl_ms: int, sink: RouteSink) -> Route:
+        """Choose and book without sending, as soon as a target has room; the same request_id gets the same answer while its
+        reservation lives, whoever made it. The sink hears nothing before this has returned.
 
-        Raises:
-            Unavailable: nobody to serve it. Overloaded: everybody is full.
+        Args:
+            ttl_ms: until the reservation expires by itself; 0: the default.
         """
-        known = self.reservations.of_request(request.request_id)
-        if known is not None:
-            return known
-        if self._closing is not None:
-            raise self._closing
-        query = Query(request.model, request.lora, request.dp_group, request.worker_id, request.dp_rank)
-        decision = self._decide(query, request, request.prompt, NO_PATIENCE_S)
-        if decision.must_wait:
-            raise Overloaded("the request's warm target is full, and waiting for it is cheaper than moving")
-        default_ms = int(self.settings.reservation_ttl_s * 1000)
-        ttl_ms = min(ttl_ms or default_ms, int(self.settings.reservation_max_ttl_s * 1000))
-        booking = self._book(decision, request, expires_in_s=ttl_ms / 1000)
-        reservation = Reservation(booking.booking_id, request.request_id, decision, booking, ttl_ms)
+        route = Route(self, request, ttl_ms or int(self.settings.reservation_ttl_s * 1000), sink, self._loop.time())
+        self._launch(route)
+        return route
+
+    def keep(self, route: Route, decision: Decision, booking: Booking) -> Reservation:
+        """`route.RouteOwner.keep`."""
+        ttl_ms = min(route.ttl_ms, int(self.settings.reservation_max_ttl_s * 1000))
+        self.ledger.set_expiry(booking, self._loop.time() + ttl_ms / 1000)
+        reservation = Reservation(booking.booking_id, route.request.request_id, decision, booking, ttl_ms)
         self.reservations.add(reservation)
         self.counts.reservations += 1
         return reservation
@@ -265,6 +258,8 @@ class RouterDispatcher:
         self.flights.discard(flight)
         if not self.flights and self._emptied is not None and not self._emptied.done():
             self._emptied.set_result(None)
+        if isinstance(flight, Route):
+            return  # `requests` doesn't count it either
         if error is not None:
             self.counts.failed[error.code.name] += 1
         elif flight.left == 0:
@@ -323,8 +318,13 @@ class RouterDispatcher:
         for flight in list(self.flights):
             flight.abandon(error)
 
+    def _launch(self, flight: Flight) -> None:
+        self.flights.add(flight)
+        self._time(flight, flight.arrived + NEAR_S)
+        self._loop.call_soon(self._begin, flight)
+
     def _begin(self, flight: Flight) -> None:
-        if flight.stage is Stage.NEW and not self.place(flight) and flight.error is not None:
+        if flight.stage is Stage.NEW and not flight.place() and flight.error is not None:
             self.wait(flight, flight.error)
 
     def _decide_for(self, flight: Flight) -> Decision:
@@ -354,10 +354,8 @@ class RouterDispatcher:
             self._affinity.keep(request.session_id, decision.place, now)
         return decision
 
-    def _book(self, decision: Decision, request: RouterRequest, expires_in_s: float | None = None) -> Booking:
-        now = self._loop.time()
-        expires_at = None if expires_in_s is None else now + expires_in_s
-        return self._bookings.book(decision, now, requests=request.sampling.n, expires_at=expires_at)
+    def _book(self, decision: Decision, request: RouterRequest) -> Booking:
+        return self._bookings.book(decision, self._loop.time(), requests=request.sampling.n)
 
     def _reserved(self, flight: Flight) -> Reservation | None:
         reservation_id = flight.request.reservation_id
@@ -424,4 +422,4 @@ class RouterDispatcher:
 
     def _pump(self) -> None:
         self._pumping = False
-        self.queue.let_in(self._loop.time(), self.place)
+        self.queue.let_in(self._loop.time(), lambda flight: flight.place())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from rankway.router import drafts
 from rankway.router.grpc_generation import GenerationServicer, delta_message, finished_message, routed_message
 from rankway.router.grpc_router import RouterServicer
 from rankway.router.requests import Outcome, Routed, RouterRequest
+from rankway.router.reservations import Reservation
+from rankway.router.route import RouteSink
 from rankway.v1 import generate_pb2, router_pb2, worker_pb2
 
 
@@ -58,15 +61,19 @@ class _Direct:
         request = messages.parsed(router_pb2.RouteRequest, payload)
         draft = drafts.from_proto(request.request, call.deadline)
         checked = self._generation.intake.prepare_now(draft)
-        if checked is None:
-            call.spawn(self._prepare_and_route(call, request, draft))
-            return
-        _answer(call, self._routing.route(request, checked))
+        if checked is not None:
+            self._reserve(call, request, checked)
+        else:
+            call.spawn(self._prepare_and_reserve(call, request, draft))
 
-    async def _prepare_and_route(self, call: Call, request: router_pb2.RouteRequest, draft: Any) -> None:
+    async def _prepare_and_reserve(self, call: Call, request: router_pb2.RouteRequest, draft: Any) -> None:
         checked = await self._generation.intake.prepare(draft)
         if not call.over:
-            _answer(call, self._routing.route(request, checked))
+            self._reserve(call, request, checked)
+
+    def _reserve(self, call: Call, request: router_pb2.RouteRequest, checked: RouterRequest) -> None:
+        sink = DirectRoute(call, functools.partial(self._routing.response, request, checked))
+        call.on_gone = self._routing.reserve(request, checked, sink).cancel
 
     def release(self, call: Call, payload: bytes) -> None:
         _answer(call, self._routing.release(messages.parsed(router_pb2.ReleaseRequest, payload)))
@@ -108,6 +115,20 @@ class DirectSink:
         """The client has left."""
         self._generation.active -= 1
         self.cancel()
+
+
+class DirectRoute(RouteSink):
+    """Answers the call."""
+
+    def __init__(self, call: Call, response: Callable[[Reservation], router_pb2.RouteResponse]) -> None:
+        self._call = call
+        self._response = response
+
+    def reserved(self, reservation: Reservation) -> None:
+        _answer(self._call, self._response(reservation))
+
+    def failed(self, error: RankwayError) -> None:
+        self._call.finish(error)
 
 
 def short_delta(tokens: bytes, text: bytes) -> bytes:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
 from typing import Any
 
 from rankway import rpc
-from rankway.errors import InvalidField, NotFound
+from rankway.errors import InvalidField, NotFound, RankwayError
 from rankway.router import drafts
 from rankway.router.dispatcher import RouterDispatcher
 from rankway.router.eligibility import Query
@@ -15,7 +16,9 @@ from rankway.router.explain import Candidate, Explanation, Recent, explain, expl
 from rankway.router.grpc_generation import deadline_of
 from rankway.router.intake import MAX_NAME_CHARS, Intake
 from rankway.router.policy import Policy, Prompt
-from rankway.router.requests import RouterRequest
+from rankway.router.requests import Dispatch, RouterRequest
+from rankway.router.reservations import Reservation
+from rankway.router.route import RouteSink
 from rankway.v1 import router_pb2, types_pb2
 
 SERVICE_NAME = "rankway.v1.Router"
@@ -43,11 +46,24 @@ class RouterServicer:
     @rpc.unary
     async def Route(self, request: router_pb2.RouteRequest, context: Any) -> router_pb2.RouteResponse:
         checked = await self._intake.prepare(drafts.from_proto(request.request, deadline_of(context, self._clock)))
-        return self.route(request, checked)
+        sink = _FutureRoute()
+        route = self.reserve(request, checked, sink)
+        try:
+            answer = await sink.answer
+        finally:
+            route.cancel()
+        if isinstance(answer, RankwayError):
+            raise answer
+        return self.response(request, checked, answer)
 
-    def route(self, request: router_pb2.RouteRequest, checked: RouterRequest) -> router_pb2.RouteResponse:
-        """Choose and reserve for a checked request. Raises RankwayError as `RouterDispatcher.reserve`."""
-        reservation = self._dispatcher.reserve(checked, request.ttl_ms)
+    def reserve(self, request: router_pb2.RouteRequest, checked: RouterRequest, sink: RouteSink) -> Dispatch:
+        """Reserve for a checked request, as `RouterDispatcher.reserve`."""
+        return self._dispatcher.reserve(checked, request.ttl_ms, sink)
+
+    def response(
+        self, request: router_pb2.RouteRequest, checked: RouterRequest, reservation: Reservation
+    ) -> router_pb2.RouteResponse:
+        """The answer to Route."""
         decision = reservation.decision
         given_as_tokens = request.request.WhichOneof("prompt") == "token_ids"
         return router_pb2.RouteResponse(
@@ -109,6 +125,21 @@ class RouterServicer:
             response.worker_id = explanation.chosen.target.worker_id
             response.dp_rank = explanation.chosen.target.dp_rank
         return response
+
+
+class _FutureRoute(RouteSink):
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[Reservation | RankwayError] = asyncio.get_running_loop().create_future()
+
+    def reserved(self, reservation: Reservation) -> None:
+        self._set(reservation)
+
+    def failed(self, error: RankwayError) -> None:
+        self._set(error)
+
+    def _set(self, answer: Reservation | RankwayError) -> None:
+        if not self.answer.done():  # cancelled, and its handler hasn't run since
+            self.answer.set_result(answer)
 
 
 def _candidate(candidate: Candidate) -> router_pb2.Candidate:

@@ -140,6 +140,10 @@ class Flight:
         """What the next attempt has to prefill: the prompt and the output so far."""
         return self.request.prompt + bytes(self.generated) if self.generated else self.request.prompt
 
+    def place(self) -> bool:
+        """Find a target and go there, or fail. False: it has to wait."""
+        return self._owner.place(self)
+
     def cancel(self) -> None:
         """`Dispatch.cancel`."""
         if self.stage is not Stage.ENDED:

@@ -18,6 +18,8 @@ from rankway.router import service
 from rankway.router.grpc_endpoint import GrpcEndpoint
 from rankway.router.request import Flight
 from rankway.router.requests import Outcome, Routed, RouterRequest
+from rankway.router.reservations import Reservation
+from rankway.router.route import Route, RouteSink
 from rankway.router.settings import RouterSettings
 from rankway.sampling import Sampling
 from rankway.v1 import worker_pb2
@@ -64,6 +66,30 @@ class RecordingSink:
         return self
 
 
+class RecordingRoute(RouteSink):
+    """`route.RouteSink` that keeps its answer."""
+
+    def __init__(self) -> None:
+        self.reservation: Reservation | None = None
+        self.error: RankwayError | None = None
+        self.over = asyncio.Event()
+
+    def reserved(self, reservation: Reservation) -> None:
+        assert not self.over.is_set()
+        self.reservation = reservation
+        self.over.set()
+
+    def failed(self, error: RankwayError) -> None:
+        assert not self.over.is_set()
+        self.error = error
+        self.over.set()
+
+    async def end(self) -> RecordingRoute:
+        """Wait for the answer."""
+        await asyncio.wait_for(self.over.wait(), 5)
+        return self
+
+
 class TestRouter:
     """A router whose members the test announces. What time does happens every 20 ms."""
 
@@ -92,6 +118,11 @@ class TestRouter:
         """Dispatch a request for these tokens, or for so many."""
         sink = RecordingSink()
         return self.parts.dispatcher.dispatch(a_request(prompt, **fields), sink), sink
+
+    def reserve(self, prompt: Sequence[int] | int = 40, *, ttl_ms: int = 0, **fields: Any) -> tuple[Route, RecordingRoute]:
+        """Ask for a reservation for these tokens, or for so many."""
+        sink = RecordingRoute()
+        return self.parts.dispatcher.reserve(a_request(prompt, **fields), ttl_ms, sink), sink
 
     async def serve(self) -> str:
         """Serve the gRPC API; returns its address."""

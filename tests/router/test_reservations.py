@@ -7,18 +7,20 @@ import random
 from collections import deque
 from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 from harness.fake_worker import STOP, FakeWorker
 from harness.fleet import Parts, a_record
 from harness.nats import NatsServer
 from harness.router import TestRouter
-from harness.router import a_request as dispatched
 from harness.waiting import eventually
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rankway import rpc
 from rankway.blocks import pack_tokens
+from rankway.errors import Overloaded, Unavailable
 from rankway.ranks import GlobalRank, Target
 from rankway.registry.records import Record
 from rankway.router.active_updates import BOOKING_TTL_S, Updates
@@ -430,14 +432,101 @@ async def test_a_release_during_an_outage_of_nats_is_made_good(nats_server: Nats
             await router.join(one_worker)
             await eventually(lambda router=router: router.parts.sharing.connected)
         first, second = (router.parts.dispatcher for router in routers)
-        reservation = first.reserve(dispatched(request_id="r"), 60_000)
+        reservation = (await routers[0].reserve(request_id="r", ttl_ms=60_000)[1].end()).reservation
         await eventually(lambda: second.reservations.find(reservation.reservation_id) is not None)
         nats_server.kill()
         await eventually(lambda: not any(router.parts.sharing.connected for router in routers))
         assert second.release_reservation(reservation.reservation_id)
-        assert first.reserve(dispatched(request_id="r"), 0) is reservation
+        assert (await routers[0].reserve(request_id="r")[1].end()).reservation is reservation
         nats_server.start()
         await eventually(lambda: all(router.is_idle() for router in routers), 10)
         assert not first.release_reservation(reservation.reservation_id)
     finally:
         await asyncio.gather(*(router.close() for router in routers))
+
+
+async def test_a_route_waits_in_the_queue_of_all_requests(make_router: Any, one_worker: FakeWorker) -> None:
+    """At the limit it waits in its order among them; its reservation fills the target as a request does."""
+    router = await make_full_router(make_router, one_worker)
+    running, _ = router.send(40)
+    await one_worker.next_start()
+    _, second = router.send(50, priority=1)
+    _, first = router.reserve(60, priority=-1)
+    await eventually(lambda: len(router.parts.dispatcher.queue) == 2)
+    running.cancel()
+    reservation = (await first.end()).reservation
+    assert reservation.decision.prompt_tokens == 60
+    assert len(router.parts.dispatcher.queue) == 1
+    assert router.parts.dispatcher.release_reservation(reservation.reservation_id)
+    seen = await one_worker.next_start()
+    assert len(seen.prompt) == 50
+    seen.delta([1], finish=STOP)
+    await second.end()
+    assert router.is_idle()
+    counts = router.parts.dispatcher.counts
+    assert (counts.requests, counts.cancelled, counts.finished, counts.reservations) == (2, 1, 1, 1)
+
+
+async def test_a_route_is_bounded_as_every_waiting_request(make_router: Any, one_worker: FakeWorker) -> None:
+    """RESOURCE_EXHAUSTED with retry_after_s beyond the queue's number, and when its age has passed; nothing is booked for it."""
+    router = await make_full_router(make_router, one_worker, queue_requests=1, queue_age_s=0.2)
+    running, _ = router.send(40)
+    await one_worker.next_start()
+    sinks = [router.reserve(40)[1] for _ in range(2)]
+    for sink in sinks:
+        await sink.end()
+        assert isinstance(sink.error, Overloaded)
+        assert sink.error.retry_after_s > 0
+    counts = router.parts.dispatcher.queue.counts
+    assert (counts.rejected, counts.expired) == (1, 1)
+    running.cancel()
+    assert router.is_idle()
+
+
+async def test_routes_of_one_request_that_wait_get_one_reservation(make_router: Any, one_worker: FakeWorker) -> None:
+    """A client that asks again while its Route waits is answered once a target has room, both times the same."""
+    router = await make_full_router(make_router, one_worker)
+    running, _ = router.send(40)
+    await one_worker.next_start()
+    sinks = [router.reserve(40, request_id="r")[1] for _ in range(2)]
+    await eventually(lambda: len(router.parts.dispatcher.queue) == 2)
+    running.cancel()
+    first, second = [(await sink.end()).reservation for sink in sinks]
+    assert first is second
+    assert router.parts.dispatcher.counts.reservations == 1
+    assert router.parts.dispatcher.release_reservation(first.reservation_id)
+    assert router.is_idle()
+
+
+@pytest.mark.parametrize("server", ["direct", "grpcio"])
+async def test_a_route_that_waits_ends_with_its_call(make_router: Any, one_worker: FakeWorker, server: str) -> None:
+    """Cancelled, past its deadline, or at a router that stops: it waits no more and nothing is booked for it."""
+    router = await make_full_router(make_router, one_worker, grpc_server=server)
+    queue = router.parts.dispatcher.queue
+    running, _ = router.send(40)
+    await one_worker.next_start()
+    async with rpc.open_channel(await router.serve()) as channel:
+        stub = router_pb2_grpc.RouterStub(channel)
+        call = stub.Route(router_pb2.RouteRequest(request=a_request()))
+        await eventually(lambda: len(queue) == 1)
+        call.cancel()
+        await eventually(lambda: len(queue) == 0)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.Route(router_pb2.RouteRequest(request=a_request()), timeout=0.3)
+        assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await eventually(lambda: len(queue) == 0)
+        answer = asyncio.ensure_future(stub.Route(router_pb2.RouteRequest(request=a_request())))
+        await eventually(lambda: len(queue) == 1)
+        router.parts.dispatcher.refuse_new(Unavailable("the router is stopping"))
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await answer
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+    running.cancel()
+    assert router.is_idle()
+
+
+async def make_full_router(make_router: Any, worker: FakeWorker, **settings: Any) -> TestRouter:
+    """A router whose only target takes one request at a time."""
+    worker.record = a_record("w1", 0, 1, data_parallel_size=1, max_num_seqs=1)
+    router: TestRouter = await make_router(worker, limit_running=1.0, **settings)
+    return router

@@ -55,9 +55,9 @@ class RouterServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Route(self, request, context):
-        """Chooses a target and reserves it without generating (look-aside load balancing). Idempotent: the same request_id while its
-        reservation lives gets the same answer, at any router that has heard of it: routers that share bookings hear within
-        milliseconds. Errors as Generation.Generate.
+        """Chooses a target and reserves it without generating (look-aside load balancing). When every target is full it waits as
+        Generation.Generate does, in the same queue. Idempotent: the same request_id while its reservation lives gets the same answer,
+        at any router that has heard of it: routers that share bookings hear within milliseconds. Errors as Generation.Generate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

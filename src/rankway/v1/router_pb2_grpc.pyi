@@ -32,9 +32,9 @@ class RouterStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RouterAsyncStub: ...
     Route: _grpc.UnaryUnaryMultiCallable[_router_pb2.RouteRequest, _router_pb2.RouteResponse]
-    """Chooses a target and reserves it without generating (look-aside load balancing). Idempotent: the same request_id while its
-    reservation lives gets the same answer, at any router that has heard of it: routers that share bookings hear within
-    milliseconds. Errors as Generation.Generate.
+    """Chooses a target and reserves it without generating (look-aside load balancing). When every target is full it waits as
+    Generation.Generate does, in the same queue. Idempotent: the same request_id while its reservation lives gets the same answer,
+    at any router that has heard of it: routers that share bookings hear within milliseconds. Errors as Generation.Generate.
     """
     Release: _grpc.UnaryUnaryMultiCallable[_router_pb2.ReleaseRequest, _router_pb2.ReleaseResponse]
     """Ends a reservation early, at any router, whichever made it. Idempotent: an unknown or ended reservation is OK with
@@ -49,9 +49,9 @@ class RouterStub:
 class RouterAsyncStub(RouterStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Route: _aio.UnaryUnaryMultiCallable[_router_pb2.RouteRequest, _router_pb2.RouteResponse]  # type: ignore[assignment]
-    """Chooses a target and reserves it without generating (look-aside load balancing). Idempotent: the same request_id while its
-    reservation lives gets the same answer, at any router that has heard of it: routers that share bookings hear within
-    milliseconds. Errors as Generation.Generate.
+    """Chooses a target and reserves it without generating (look-aside load balancing). When every target is full it waits as
+    Generation.Generate does, in the same queue. Idempotent: the same request_id while its reservation lives gets the same answer,
+    at any router that has heard of it: routers that share bookings hear within milliseconds. Errors as Generation.Generate.
     """
     Release: _aio.UnaryUnaryMultiCallable[_router_pb2.ReleaseRequest, _router_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Ends a reservation early, at any router, whichever made it. Idempotent: an unknown or ended reservation is OK with
@@ -69,9 +69,9 @@ class RouterServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.RouteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.RouteResponse, _abc.Awaitable[_router_pb2.RouteResponse]]:
-        """Chooses a target and reserves it without generating (look-aside load balancing). Idempotent: the same request_id while its
-        reservation lives gets the same answer, at any router that has heard of it: routers that share bookings hear within
-        milliseconds. Errors as Generation.Generate.
+        """Chooses a target and reserves it without generating (look-aside load balancing). When every target is full it waits as
+        Generation.Generate does, in the same queue. Idempotent: the same request_id while its reservation lives gets the same answer,
+        at any router that has heard of it: routers that share bookings hear within milliseconds. Errors as Generation.Generate.
         """
 
     @_abc_1.abstractmethod
