@@ -338,6 +338,10 @@ async def test_broken_streams_end_alone(
         [(":method", "POST"), (":scheme", "http"), (":path", "/"), ("te", "gzip")],
         [("x", "y"), (":method", "POST"), (":scheme", "http"), (":path", "/")],
         [(":method", "POST"), (":scheme", "http"), (":path", "/"), (":status", "200")],
+        *(
+            [(":method", "POST"), (":scheme", "http"), (":path", "/"), *(("content-length", length) for length in lengths)]
+            for lengths in (["-1"], ["+1"], [""], ["5, 5"], ["5", "5"], ["0x5"], ["\xb2"], ["9" * 5000])
+        ),
     ],
 )
 async def test_malformed_requests_are_reset(raw: RawClient, headers: list[tuple[str, str]]) -> None:
@@ -345,6 +349,50 @@ async def test_malformed_requests_are_reset(raw: RawClient, headers: list[tuple[
     raw.greet()
     raw.frame(frames.HEADERS, frames.END_HEADERS, 1, raw.encoder.encode(headers))
     assert int.from_bytes((await raw.until(frames.RST_STREAM, 1))[1], "big") == frames.PROTOCOL_ERROR
+
+
+@pytest.mark.parametrize("path", [GENERATE, "/grpc.health.v1.Health/Check"])
+@pytest.mark.parametrize("too_many", [-1, 1])
+@pytest.mark.parametrize("end", ["data", "empty data", "trailers"])
+async def test_a_body_of_another_length_than_announced_is_reset(
+    raw: RawClient, one_worker: FakeWorker, path: str, too_many: int, end: str
+) -> None:
+    """A body longer or shorter than its content-length is a stream error, however it ends, and its request is aborted."""
+    message = messages.framed(a_request().SerializeToString())
+    raw.greet()
+    raw.frame(frames.HEADERS, frames.END_HEADERS, 1, raw.block(path, content_length=str(len(message) - too_many)))
+    raw.frame(frames.DATA, frames.END_STREAM if end == "data" else 0, 1, message)
+    if end == "empty data":
+        raw.frame(frames.DATA, frames.END_STREAM, 1)
+    elif end == "trailers":
+        raw.frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, 1, raw.encoder.encode([("x-sum", "1")]))
+    assert int.from_bytes((await raw.until(frames.RST_STREAM, 1))[1], "big") == frames.PROTOCOL_ERROR
+    await eventually(raw.router.is_idle)  # type: ignore[attr-defined]
+    one_worker.on_start = finish
+    raw.call(3, a_request())
+    assert (await raw.answer(3))[1]["grpc-status"] == "0"
+
+
+async def test_a_body_that_was_announced_and_never_comes_is_reset(raw: RawClient) -> None:
+    """Headers that end the stream leave no room for the length that they announce; a length of 0 is true."""
+    raw.greet()
+    last = frames.END_HEADERS | frames.END_STREAM
+    raw.frame(frames.HEADERS, last, 1, raw.block(content_length="5"))
+    assert int.from_bytes((await raw.until(frames.RST_STREAM, 1))[1], "big") == frames.PROTOCOL_ERROR
+    raw.frame(frames.HEADERS, last, 3, raw.block(content_length="0"))
+    assert "before its request" in (await raw.answer(3))[1]["grpc-message"]
+
+
+async def test_padding_is_no_part_of_the_announced_length(raw: RawClient, one_worker: FakeWorker) -> None:
+    """content-length counts the message's bytes alone, in however many frames they come."""
+    one_worker.on_start = finish
+    message = messages.framed(a_request().SerializeToString())
+    raw.greet()
+    raw.frame(frames.HEADERS, frames.END_HEADERS, 1, raw.block(content_length=str(len(message))))
+    for part in (message[:7], message[7:]):
+        raw.frame(frames.DATA, frames.PADDED, 1, bytes([200]) + part + bytes(200))
+    raw.frame(frames.DATA, frames.PADDED | frames.END_STREAM, 1, bytes([3]) + bytes(3))
+    assert (await raw.answer(1))[1]["grpc-status"] == "0"
 
 
 async def test_large_header_lists_cost_the_call_only(raw: RawClient, one_worker: FakeWorker) -> None:
@@ -516,6 +564,7 @@ async def test_a_client_that_reads_nothing_at_all_is_cut(
         ("/grpc.health.v1.Health/Check", {"x_bad_bin": "!"}, b"\0\0\0\0\0", "3", "x-bad-bin"),
         ("/grpc.health.v1.Health/Check", {"x_good_bin": "AAE, AP8="}, b"\0\0\0\0\0", "0", ""),
         ("/grpc.health.v1.Health/Check", {"content_type": "application/grpc+proto"}, b"\0\0\0\0\0", "0", ""),
+        ("/grpc.health.v1.Health/Check", {"content_length": "5"}, b"\0\0\0\0\0", "0", ""),
     ],
 )
 async def test_grpcs_own_rules(raw: RawClient, path: str, more: dict[str, str], message: bytes, code: str, words: str) -> None:

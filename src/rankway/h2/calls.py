@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from rankway import logs, rpc
 from rankway.errors import EngineFailed, InvalidField, Overloaded, RankwayError
 from rankway.h2 import messages
-from rankway.h2.headers import Headers
+from rankway.h2.headers import CONTENT_LENGTH, Headers
 from rankway.h2.streams import Stream
 
 if TYPE_CHECKING:
@@ -23,7 +23,9 @@ log = logs.get("grpc")
 RELAY_QUEUE = 64
 """Messages of a relayed call that may wait on their way in; a client that sends more is cut off."""
 
-_NOT_PASSED_ON = frozenset(("content-type", "te", "user-agent", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding"))
+_NOT_PASSED_ON = frozenset(
+    ("content-type", CONTENT_LENGTH, "te", "user-agent", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding")
+)
 
 
 class Call:

@@ -52,7 +52,7 @@ from rankway.h2.frames import (
     unpadded,
     widened,
 )
-from rankway.h2.headers import HeaderBlocks, Headers, fault
+from rankway.h2.headers import HeaderBlocks, Headers, announced, fault
 from rankway.h2.streams import RECEIVE_WINDOW, Receiver, Stream
 
 HEADER_BYTES = 32 * 2**10
@@ -371,7 +371,7 @@ class Connection(asyncio.Protocol):
         end = bool(flags & END_STREAM)
         if not data and not end:
             self._count_idle()
-        stream.remote_ended = end
+        stream.came(len(data), end)
         if stream.receiver is not None:
             stream.receiver.on_data(data, end)
 
@@ -423,9 +423,11 @@ class Connection(asyncio.Protocol):
         wrong = fault(headers)
         if wrong:
             raise StreamError(PROTOCOL_ERROR, wrong)
+        stream.owed = announced(headers)
+        end = bool(flags & END_STREAM)
+        stream.came(0, end)
         stream.receiver = self.state.accept(stream, headers)
-        if flags & END_STREAM:
-            stream.remote_ended = True
+        if end:
             stream.receiver.on_data(b"", True)
 
     def _on_trailers(self, stream: Stream, flags: int) -> None:
@@ -434,7 +436,7 @@ class Connection(asyncio.Protocol):
             raise StreamError(STREAM_CLOSED, "headers after the end")
         if not flags & END_STREAM:
             raise StreamError(PROTOCOL_ERROR, "headers between data")
-        stream.remote_ended = True
+        stream.came(0, True)
         if stream.receiver is not None:
             stream.receiver.on_data(b"", True)
 

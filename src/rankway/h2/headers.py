@@ -6,6 +6,8 @@ import hpack
 
 Headers = list[tuple[str, str]]
 
+CONTENT_LENGTH = "content-length"
+
 MAX_KNOWN = 64
 
 
@@ -37,6 +39,7 @@ class HeaderBlocks:
 
 _PSEUDO = frozenset((":method", ":scheme", ":path", ":authority"))
 _REQUIRED = (":method", ":scheme", ":path")
+_MAX_LENGTH_DIGITS = 18
 _OF_CONNECTIONS = frozenset(("connection", "keep-alive", "proxy-connection", "transfer-encoding", "upgrade"))
 
 
@@ -46,7 +49,7 @@ def size(headers: Headers) -> int:
 
 
 def fault(headers: Headers) -> str:
-    """What makes a request malformed (RFC 9113, 8.2 and 8.3); empty: nothing."""
+    """What makes a request malformed (RFC 9113, 8.1.1, 8.2 and 8.3); empty: nothing."""
     seen = set()
     regular = False
     for name, value in headers:
@@ -58,7 +61,19 @@ def fault(headers: Headers) -> str:
         regular = True
         if name in _OF_CONNECTIONS or (name == "te" and value != "trailers") or name != name.lower() or not name:
             return f"header {name!r} isn't allowed"
+        if name == CONTENT_LENGTH:
+            if name in seen or not value.isdecimal() or len(value) > _MAX_LENGTH_DIGITS:
+                return f"{name} {value[:40]!r} isn't one number"
+            seen.add(name)
     for name in _REQUIRED:
         if name not in seen:
             return f"no {name}"
     return ""
+
+
+def announced(headers: Headers) -> int | None:
+    """How many bytes of body a request without a `fault` announces; None: it doesn't say."""
+    for name, value in headers:
+        if name == CONTENT_LENGTH:
+            return int(value)
+    return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from rankway.h2.frames import DATA, END_STREAM, HEADER, WINDOW_UPDATE
+from rankway.h2.frames import DATA, END_STREAM, HEADER, PROTOCOL_ERROR, WINDOW_UPDATE, StreamError
 
 if TYPE_CHECKING:
     from rankway.h2.connection import Connection
@@ -38,11 +38,16 @@ class Receiver(Protocol):
 class Stream:
     """One request and its answer."""
 
-    __slots__ = ("_connection", "_end_block", "_pending", "ended", "id", "receiver", "remote_ended", "room", "unacked", "window")
+    __slots__ = (
+        "_connection", "_end_block", "_pending",
+        "ended", "id", "owed", "receiver", "remote_ended", "room", "unacked", "window",
+    )  # fmt: skip
 
     def __init__(self, connection: Connection, stream_id: int, window: int) -> None:
         self.id = stream_id
         self.window = window
+        self.owed: int | None = None
+        """Bytes of the body that are still to come, if the peer has announced its length."""
         self.receiver: Receiver | None = None
         self.remote_ended = False
         self.ended = False
@@ -58,6 +63,14 @@ class Stream:
     def clear(self) -> bool:
         """Whether nothing waits for the peer's windows; otherwise `on_flushed` will tell."""
         return not self._pending
+
+    def came(self, size: int, end: bool) -> None:
+        """So many bytes of the body have come; `end`: the last ones. Raises StreamError: another length was announced."""
+        self.remote_ended = end
+        if self.owed is not None:
+            self.owed -= size
+            if self.owed < 0 or (end and self.owed):
+                raise StreamError(PROTOCOL_ERROR, "the body isn't as long as its content-length says")
 
     def send_headers(self, block: bytes) -> None:
         """Send a header block (HPACK)."""
