@@ -41,6 +41,8 @@ class Members(Observer):
         self.on_change: Callable[[], None] = lambda: None
         """Called when somebody may be eligible who wasn't."""
         self.on_left: Callable[[Instance], None] = lambda instance: None
+        self.on_reach: Callable[[], None] = lambda: None
+        """Called when another set of workers may be in reach."""
         self._fleet = fleet
         self._targets = targets
         self._ledger = ledger
@@ -71,10 +73,12 @@ class Members(Observer):
         if self._fleet.record(link.instance) is not None:
             self._eligibility.connect(link.instance)
             self.on_change()
+            self.on_reach()
 
     def link_down(self, link: Link) -> None:
         """The worker doesn't answer."""
         self._eligibility.disconnect(link.instance)
+        self.on_reach()
         if link.instance in self._lapsed:
             self._let_go(link.instance)
 
@@ -102,6 +106,7 @@ class Members(Observer):
         for record in change.updated:
             log.info("worker changed", worker_id=record.worker_id, state=record.state.name, draining=list(record.draining_ranks))
         self.on_change()
+        self.on_reach()
 
     def _joined(self, record: Record) -> None:
         for rank in record.ranks:

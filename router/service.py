@@ -197,7 +197,8 @@ async def _roles(settings: RouterSettings, router: Router, router_id: str, serve
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(_watch(settings, router, start))
         tasks.create_task(_follow(settings, router, router_id))
-        tasks.create_task(_sweep(router, server, start))
+        tasks.create_task(_sweep(router, start))
+        tasks.create_task(_tell_readiness(router, server))
         if router.sharing is not None:
             tasks.create_task(router.sharing.run())
 
@@ -221,10 +222,9 @@ async def _follow(settings: RouterSettings, router: Router, router_id: str) -> N
             follower.restart(wrong)
 
 
-async def _sweep(router: Router, server: GrpcEndpoint, start: _Start) -> None:
-    """Let time pass, and tell the truth about readiness."""
+async def _sweep(router: Router, start: _Start) -> None:
+    """Let time pass."""
     clock = asyncio.get_running_loop().time
-    was_ready = False
     while True:
         await asyncio.sleep(SWEEP_S if start.complete.is_set() else START_SWEEP_S)
         now = clock()
@@ -232,10 +232,22 @@ async def _sweep(router: Router, server: GrpcEndpoint, start: _Start) -> None:
         router.dispatcher.sweep(now)
         if not start.complete.is_set() and router.complete:
             start.complete.set()
-        if was_ready != (is_ready := not router.not_ready()):
+
+
+async def _tell_readiness(router: Router, server: GrpcEndpoint) -> None:
+    """Health follows the workers as they come and go."""
+    reach = asyncio.Event()
+    router.members.on_reach = reach.set
+    was_ready = False
+    while True:
+        reach.clear()
+        reason = router.not_ready()
+        is_ready = not reason
+        if is_ready != was_ready:
             was_ready = is_ready
+            log.info("readiness", serving=is_ready, reason=reason)
             await server.set_ready(is_ready)
-            log.info("readiness", serving=is_ready, reason=router.not_ready())
+        await reach.wait()
 
 
 def build(settings: RouterSettings, router_id: str) -> Router:

@@ -150,6 +150,23 @@ async def test_series_of_a_worker_go_with_it(world: World, one_worker: FakeWorke
     await router.stop()
 
 
+async def test_health_follows_the_workers_at_once(world: World, one_worker: FakeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watcher hears that the last worker is lost, and that one is back, when it happens and not at the next sweep."""
+    monkeypatch.setattr(service, "SWEEP_S", 3600.0)
+    await world.join(one_worker)
+    router = world.router()
+    await asyncio.wait_for(router.ready.wait(), 10)
+    async with rpc.open_channel(router.addresses["grpc"]) as channel:
+        request = health_pb2.HealthCheckRequest(service="rankway.v1.Router")
+        call = health_pb2_grpc.HealthStub(channel).Watch(request, timeout=10)
+        assert (await call.read()).status == health_pb2.HealthCheckResponse.SERVING
+        await one_worker.kill()
+        assert (await call.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        await one_worker.serve_again()
+        assert (await call.read()).status == health_pb2.HealthCheckResponse.SERVING
+    await router.stop()
+
+
 async def test_it_starts_without_nats_and_indexer(world: World, one_worker: FakeWorker) -> None:
     """With neither NATS nor an indexer in reach, requests are served by load alone."""
     await world.join(one_worker)
