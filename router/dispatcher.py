@@ -176,7 +176,8 @@ class RouterDispatcher:
             if self._eligibility.may_come_back(flight.query):
                 flight.error = error
                 return False
-            flight.fail(error if flight.error is None else Unavailable(f"{error.message}; before that: {flight.error.message}"))
+            failure = flight.failure
+            flight.fail(error if failure is None else Unavailable(f"{error.message}; before that: {failure.message}"))
             return True
         except RankwayError as error:
             flight.fail(error)
@@ -386,7 +387,7 @@ class RouterDispatcher:
         except RankwayError as error:
             self.release(booking)
             flight.tried = (*flight.tried, decision.place)
-            flight.error = error
+            flight.failure = error
             return self.place(flight)
         self.stop_waiting(flight)
         return True

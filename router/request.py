@@ -86,7 +86,7 @@ class Flight:
 
     __slots__ = (
         "_owner", "_sink", "_start_sampling", "answered_once", "arrived", "attempts", "booking", "cached_tokens",
-        "chars", "decision", "entry", "error", "fresh", "generated", "grow_at", "left", "link", "migrations",
+        "chars", "decision", "entry", "error", "failure", "fresh", "generated", "grow_at", "left", "link", "migrations",
         "pipe", "reasons", "request", "resumable", "resumed", "stage", "stream", "timer", "tried", "waiting_for",
     )  # fmt: skip
 
@@ -128,6 +128,8 @@ class Flight:
         self.timer: asyncio.TimerHandle | None = None
         self.error: RankwayError | None = None
         """Why it waits."""
+        self.failure: RankwayError | None = None
+        """What its last attempt failed with."""
 
     @property
     def query(self) -> Query:
@@ -277,7 +279,7 @@ class Flight:
             self.fail(Unavailable(f"gave up after {self.attempts} attempts; the last: {error.message}"))
         else:
             self.stage = Stage.NEW
-            self.error = error
+            self.failure = error
             self.migrations += self.answered_once
             self._owner.moves(self)
             if not self._owner.place(self):

@@ -348,6 +348,28 @@ async def test_a_member_that_is_out_of_reach_is_waited_for(make_router: Any, one
     assert router.is_idle()
 
 
+@pytest.mark.parametrize("sent", [False, True])
+async def test_nobody_left_is_said_once(make_router: Any, two_workers: Workers, sent: bool) -> None:
+    """A pin to a rank whose worker is lost and then gone: the ranks that live are named, and what an attempt failed with."""
+    dead, _ = two_workers
+    router = await make_router(*two_workers)
+    if sent:
+        _, sink = router.send(40, dp_rank=1)
+        await dead.next_start()
+    await dead.kill()
+    await eventually(lambda: not router.parts.eligibility.is_connected(dead.record.instance))
+    if not sent:
+        _, sink = router.send(40, dp_rank=1)
+    await eventually(lambda: len(router.parts.dispatcher.queue) == 1)
+    router.leave(dead)
+    await sink.end()
+    assert isinstance(sink.error, Unavailable)
+    said, _, before = sink.error.message.partition("; before that: ")
+    assert said == "no target for model 'm': request is pinned to dp_rank 1 (w2/4, w2/5, w2/6, w2/7)"
+    assert before.startswith("worker w1 was lost: ") if sent else not before
+    assert router.is_idle()
+
+
 async def test_a_retired_worker_finishes_what_it_runs(make_router: Any, two_workers: Workers) -> None:
     """A worker that left the registry takes nothing new; its running request ends there, then the link closes."""
     router = await make_router(*two_workers, lease_grace_s=0)
