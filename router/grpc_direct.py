@@ -82,20 +82,24 @@ class _Direct:
 class DirectSink:
     """`requests.Sink` that writes to the call. What a slow client leaves unread waits in the stream's bounded buffer."""
 
-    __slots__ = ("_call", "_generation", "_request", "cancel")
+    __slots__ = ("_call", "_generation", "_opening", "_request", "cancel")
 
     def __init__(self, call: Call, request: RouterRequest, generation: GenerationServicer) -> None:
         self.cancel: Callable[[], None] = _nothing
         self._call = call
+        self._opening = b""
+        """The framed Routed, until a delta takes it along."""
         self._request = request
         self._generation = generation
         generation.active += 1
 
     def routed(self, routed: Routed) -> None:
-        if routed.attempt == 1:  # the stream has one Routed
-            self._call.send_message(routed_message(self._request, routed))
+        self._opening = messages.framed(routed_message(self._request, routed).SerializeToString())
 
     def delta(self, delta: worker_pb2.StepDelta) -> None:
+        if self._opening:
+            opening, self._opening = self._opening, b""
+            self._call.send(opening)
         tokens, text = delta.tokens, delta.text.encode()
         if is_short(delta, tokens, text):
             self._call.send(short_delta(tokens, text))

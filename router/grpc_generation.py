@@ -62,7 +62,7 @@ class GenerationServicer:
 class StreamSink:
     """`requests.Sink` of one stream. What comes while the handler is busy is joined: it is bounded by max_tokens."""
 
-    __slots__ = ("_messages", "_request", "_waiter", "error", "over")
+    __slots__ = ("_messages", "_opening", "_request", "_waiter", "error", "over")
 
     def __init__(self, request: RouterRequest) -> None:
         self.over = False
@@ -70,6 +70,8 @@ class StreamSink:
         self.error: RankwayError | None = None
         self._request = request
         self._messages: list[generate_pb2.GenerateResponse] = []
+        self._opening: generate_pb2.GenerateResponse | None = None
+        """The Routed, until a delta takes it along."""
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -86,10 +88,12 @@ class StreamSink:
         return messages
 
     def routed(self, routed: Routed) -> None:
-        if routed.attempt == 1:  # the stream has one Routed
-            self._put(routed_message(self._request, routed))
+        self._opening = routed_message(self._request, routed)
 
     def delta(self, delta: worker_pb2.StepDelta) -> None:
+        if self._opening is not None:
+            self._put(self._opening)
+            self._opening = None
         if self._messages:
             last = self._messages[-1].delta
             if last.index == delta.index and last.HasField("token_ids"):
@@ -119,7 +123,7 @@ class StreamSink:
 
 
 def routed_message(request: RouterRequest, routed: Routed) -> generate_pb2.GenerateResponse:
-    """First message of a stream."""
+    """First message of a stream: where its first delta comes from."""
     return generate_pb2.GenerateResponse(
         routed=generate_pb2.Routed(
             request_id=request.request_id,

@@ -41,7 +41,8 @@ class RecordingSink:
         self.calls_after_end = 0
 
     def routed(self, routed: Routed) -> None:
-        assert self.target is None
+        # Another target may follow until a delta has come.
+        assert not self.tokens
         self.target = routed
 
     def delta(self, delta: worker_pb2.StepDelta) -> None:

@@ -79,6 +79,30 @@ async def test_a_stream_is_routed_deltas_finished(client: Client, two_workers: W
     assert (finished.reason, list(finished.reasons), finished.migrations) == (STOP, [STOP], 0)
 
 
+async def test_routed_names_the_target_that_answers(client: Client, two_workers: Workers) -> None:
+    """The first target fails before its first delta: the client hears of the second one only."""
+    call = client.generation.Generate(a_request())
+    await eventually(lambda: any(worker.seen for worker in two_workers))
+    first, other = two_workers if two_workers[0].seen else reversed(two_workers)
+    seen = await first.next_start()
+    seen.fail(grpc.StatusCode.INTERNAL)  # sets the whole worker aside
+    answer(await other.next_start())
+    events = [message async for message in call]
+    assert [message.WhichOneof("event") for message in events if not message.HasField("delta")] == ["routed", "finished"]
+    assert (events[0].routed.worker_id, events[-1].finished.migrations) == (other.record.worker_id, 0)
+
+
+async def test_an_error_before_the_first_delta_is_a_status_alone(client: Client, two_workers: Workers) -> None:
+    """Nothing comes before it, no headers either: clients may retry such a call by themselves."""
+    call = client.generation.Generate(a_request(worker_id="w1"))
+    seen = await two_workers[0].next_start()
+    seen.fail(grpc.StatusCode.INVALID_ARGUMENT, "the engine refuses it")
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call.read()
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await eventually(client.router.is_idle)
+
+
 async def test_every_rank_can_be_pinned(client: Client, two_workers: Workers) -> None:
     """dp_rank 0 … 7 lands exactly there; 0 is a rank."""
     for worker in two_workers:
@@ -142,10 +166,10 @@ async def test_a_client_that_leaves_is_noticed_at_every_stage(client: Client, tw
     """Cancelled before the first token or in mid-stream: the engine's request is aborted and nothing stays booked."""
     for after in (0, 1):
         call = client.generation.Generate(a_request(worker_id="w1"))
-        assert (await call.read()).HasField("routed")
         seen = await two_workers[0].next_start()
         if after:
             seen.delta([1])
+            assert (await call.read()).HasField("routed")
             assert (await call.read()).HasField("delta")
         call.cancel()
         await asyncio.wait_for(seen.aborted.wait(), 2)

@@ -159,6 +159,8 @@ async def test_a_window_that_shrinks_below_zero_waits(raw: RawClient, one_worker
     raw.greet()
     raw.call(1, a_request(50))
     seen = await one_worker.next_start()
+    seen.delta([0])
+    await raw.until(frames.DATA, 1)
     await raw.until(frames.DATA, 1)
     raw.frame(frames.SETTINGS, 0, 0, struct.pack(">HI", frames.INITIAL_WINDOW_SIZE, 0))
     await raw.until(frames.SETTINGS)

@@ -129,6 +129,8 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class Routed(_message.Message):
+    """The target that the first Delta comes from. Each move to another target after it is counted in Finished.migrations."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -213,7 +215,7 @@ class Finished(_message.Message):
     reason: _types_pb2.FinishReason.ValueType
     """Of choice 0."""
     migrations: _builtins.int
-    """How often the request moved to another target."""
+    """How often the request moved to another target after its first Delta."""
     @_builtins.property
     def usage(self) -> _types_pb2.Usage: ...
     @_builtins.property

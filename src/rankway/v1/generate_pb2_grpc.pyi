@@ -35,6 +35,9 @@ class GenerationStub:
     def __new__(cls, channel: _aio.Channel) -> GenerationAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateResponse]
     """The stream is one Routed, then Deltas, then one Finished. An error ends it with a status and no Finished.
+    A router's headers and Routed come with the first Delta, and name the target that gives it: until then a target that fails is
+    replaced by another, and an error is a status without any message, which clients may retry. To know the target before, ask
+    Router.Route. A worker sends Routed at once.
     INVALID_ARGUMENT: bad input; the message names field and value. NOT_FOUND: unknown model or worker_id.
     OUT_OF_RANGE: dp_rank outside the worker's window or the DP group; the message names the ranks there are.
     RESOURCE_EXHAUSTED: every target is full (with RetryInfo). UNAVAILABLE: no worker. Nothing is booked or sent on bad input.
@@ -47,6 +50,9 @@ class GenerationAsyncStub(GenerationStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateResponse]  # type: ignore[assignment]
     """The stream is one Routed, then Deltas, then one Finished. An error ends it with a status and no Finished.
+    A router's headers and Routed come with the first Delta, and name the target that gives it: until then a target that fails is
+    replaced by another, and an error is a status without any message, which clients may retry. To know the target before, ask
+    Router.Route. A worker sends Routed at once.
     INVALID_ARGUMENT: bad input; the message names field and value. NOT_FOUND: unknown model or worker_id.
     OUT_OF_RANGE: dp_rank outside the worker's window or the DP group; the message names the ranks there are.
     RESOURCE_EXHAUSTED: every target is full (with RetryInfo). UNAVAILABLE: no worker. Nothing is booked or sent on bad input.
@@ -62,6 +68,9 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generate_pb2.GenerateResponse], _abc.AsyncIterator[_generate_pb2.GenerateResponse]]:
         """The stream is one Routed, then Deltas, then one Finished. An error ends it with a status and no Finished.
+        A router's headers and Routed come with the first Delta, and name the target that gives it: until then a target that fails is
+        replaced by another, and an error is a status without any message, which clients may retry. To know the target before, ask
+        Router.Route. A worker sends Routed at once.
         INVALID_ARGUMENT: bad input; the message names field and value. NOT_FOUND: unknown model or worker_id.
         OUT_OF_RANGE: dp_rank outside the worker's window or the DP group; the message names the ranks there are.
         RESOURCE_EXHAUSTED: every target is full (with RetryInfo). UNAVAILABLE: no worker. Nothing is booked or sent on bad input.
