@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from rankway.errors import Overloaded, RankwayError, Unavailable
 from rankway.indexer.events import KvBatch, RankLoad
-from rankway.indexer.rank import Rank
+from rankway.indexer.rank import Rank, Snapshot
 from rankway.indexer.slots import RankKey
 from rankway.indexer.tracker import Observer
 from rankway.v1 import indexer_pb2
@@ -85,9 +85,10 @@ class Feed(Observer):
     def unknown(self, rank: Rank) -> None:
         self._send_encoded(rank, [_encode_state(rank)])
 
-    def repaired(self, rank: Rank) -> None:
+    def repaired(self, rank: Rank, snapshot: Snapshot) -> None:
+        # The snapshot's own blocks: reading the rank's would be a pass over the index for each that is repaired.
         if any(rank.key in follower.sent for follower in self.followers):
-            self._send_encoded(rank, list(_encode_blocks(rank, rank.index.blocks(rank.slot))))
+            self._send_encoded(rank, list(_encode_blocks(rank, snapshot.seq, b"".join(snapshot.chunks))))
 
     def gone(self, rank: Rank) -> None:
         key = rank.key
@@ -213,7 +214,7 @@ class Follower:
 
     def _queue_state(self, rank: Rank, packed: bytes | None) -> None:
         self.sent.add(rank.key)
-        messages = [_encode_state(rank)] if packed is None else list(_encode_blocks(rank, packed))
+        messages = [_encode_state(rank)] if packed is None else list(_encode_blocks(rank, rank.last_seq, packed))
         if rank.last_load is not None:
             payload = rank.last_load.payload
             messages.append(b"".join((_LOAD_TAG, _varint(len(payload)), payload)))
@@ -247,8 +248,8 @@ class Follower:
         return b"".join((_POSITION_TAG, _varint(self._position), message))
 
 
-def _encode_blocks(rank: Rank, packed: bytes) -> Iterator[bytes]:
-    """What the rank holds as of its last seq, as encoded FollowResponses."""
+def _encode_blocks(rank: Rank, seq: int, packed: bytes) -> Iterator[bytes]:
+    """What the rank holds as of a seq, as encoded FollowResponses."""
     key = rank.key
     for start in range(0, max(len(packed), 1), CHUNK_BYTES):
         message = indexer_pb2.RankBlocks(
@@ -256,7 +257,7 @@ def _encode_blocks(rank: Rank, packed: bytes) -> Iterator[bytes]:
             epoch=key.epoch,
             dp_rank=key.dp_rank,
             dp_group=rank.dp_group,
-            seq=rank.last_seq,
+            seq=seq,
             first=start == 0,
             last=start + CHUNK_BYTES >= len(packed),
             block_hashes=packed[start : start + CHUNK_BYTES],

@@ -16,6 +16,7 @@ from rankway.indexer.feed import Feed, FollowerLimits
 from rankway.indexer.intake import Intake
 from rankway.indexer.metrics import StateCollector
 from rankway.indexer.rank import Limits, Rank
+from rankway.indexer.rank import Snapshot as RankSnapshot
 from rankway.indexer.repair import Repairer, RepairLimits
 from rankway.indexer.servicer import SERVICE_NAME, Servicer, State
 from rankway.indexer.settings import IndexerSettings
@@ -131,7 +132,7 @@ class Resync(Observer):
         self.late.update(ranks)
         self._look()
 
-    def repaired(self, rank: Rank) -> None:
+    def repaired(self, rank: Rank, snapshot: RankSnapshot) -> None:
         self.late.discard(rank.key)
         self._look()
 

@@ -44,7 +44,7 @@ class Observer:
         """A new rank; it is unknown, and `unknown` follows."""
 
     def applied(self, rank: Rank, batch: KvBatch) -> None:
-        """The batch is in the index, and known ranks' batches come in the order of their seqs."""
+        """The batch is in the index. A rank's come in the order of their seqs, those after a repair from its snapshot's on."""
 
     def loaded(self, rank: Rank, load: RankLoad) -> None:
         """A newer load of the rank."""
@@ -52,8 +52,8 @@ class Observer:
     def unknown(self, rank: Rank) -> None:
         """The rank wants a repair; `rank.repair_cause` says why."""
 
-    def repaired(self, rank: Rank) -> None:
-        """The rank holds what a snapshot said and the batches that had waited, as of `rank.last_seq`."""
+    def repaired(self, rank: Rank, snapshot: Snapshot) -> None:
+        """The rank is known by this snapshot. The batches that had waited are in the index, too, and told as `applied` next."""
 
     def gone(self, rank: Rank) -> None:
         """Its blocks and loads have been dropped."""
@@ -130,9 +130,7 @@ class Tracker:
         applied = rank.on_batch(batch, now)
         if applied:
             rank.lag_ms = lag_ms
-            for one in applied:
-                for observer in self.observers:
-                    observer.applied(rank, one)
+            self._tell_applied(rank, applied)
         self._after(rank, was_known)
 
     def on_load(self, load: RankLoad, now: float) -> None:
@@ -153,6 +151,11 @@ class Tracker:
             rank.on_tick(now)
             self._after(rank, was_known)
 
+    def _tell_applied(self, rank: Rank, batches: Iterable[KvBatch]) -> None:
+        for batch in batches:
+            for observer in self.observers:
+                observer.applied(rank, batch)
+
     def _after(self, rank: Rank, was_known: bool) -> None:
         if rank.waits:
             self._waits.add(rank.key)
@@ -170,11 +173,11 @@ class Tracker:
         Raises:
             SnapshotWrong: as `Rank.on_snapshot`.
         """
-        # The batches that had waited are in what observers are told as the state after the repair.
-        rank.on_snapshot(snapshot, now)
+        applied = rank.on_snapshot(snapshot, now)
         if rank.known:
             for observer in self.observers:
-                observer.repaired(rank)
+                observer.repaired(rank, snapshot)
+            self._tell_applied(rank, applied)
         self._after(rank, was_known=False)
         return rank.known
 

@@ -141,7 +141,7 @@ def test_what_waits_goes_together() -> None:
 
 
 def test_a_repaired_rank_is_sent_anew() -> None:
-    """A repair tells followers that the rank is unknown, then what it holds; batches in between are in its blocks."""
+    """A repair tells followers that the rank is unknown, then what the snapshot says, then the batches beyond it."""
     tracker, feed = build()
     (source,) = join(tracker, member()).values()
     follower = feed.open("f", "")
@@ -155,9 +155,10 @@ def test_a_repaired_rank_is_sent_anew() -> None:
     tracker.on_batch(source.batch(("stored", [3])), 9.5)
     tracker.on_snapshot(rank, snapshot, 10.0)
     told = drain(follower)
-    assert kinds(told) == ["state", "blocks"]
+    assert kinds(told) == ["state", "blocks", "batch"]
     assert not told[0].state.known
-    assert (told[1].blocks.seq, len(told[1].blocks.block_hashes)) == (3, 24)
+    assert (told[1].blocks.seq, sorted(unpack_hashes(told[1].blocks.block_hashes))) == (2, [1, 2])
+    assert told[2].batch.seq == 3
 
 
 def test_a_group_s_follower_hears_of_that_group() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from harness.messages import RankSource
 
 from rankway.indexer.events import KvBatch
-from rankway.indexer.rank import Limits, Rank
+from rankway.indexer.rank import Limits, Rank, Snapshot
 from rankway.indexer.slots import RankKey, SlotTable
 from rankway.indexer.tracker import Member, Observer, Tracker
 from rankway.native import open_index
@@ -22,7 +22,7 @@ class Recorder(Observer):
     def unknown(self, rank: Rank) -> None:
         self.seen.append(("unknown", rank.key.dp_rank))
 
-    def repaired(self, rank: Rank) -> None:
+    def repaired(self, rank: Rank, snapshot: Snapshot) -> None:
         self.seen.append(("repaired", rank.key.dp_rank))
 
     def applied(self, rank: Rank, batch: KvBatch) -> None:
@@ -110,6 +110,20 @@ def test_messages_of_workers_without_a_lease_are_counted_and_not_believed() -> N
         tracker.on_load(source.load(), 1.0)
     assert tracker.unknown_worker_messages == 8
     assert len(tracker.index) == 0
+
+
+def test_what_waited_for_a_repair_is_told_after_it() -> None:
+    """Observers hear of the snapshot and then of the batches beyond it; those that it contains are not told."""
+    tracker, recorder = build()
+    tracker.put_member(member())
+    source = RankSource(RankKey("w", 1, 0))
+    tracker.on_batch(source.batch(("stored", [1])), 1.0)
+    snapshot = source.snapshot()
+    tracker.on_batch(source.batch(("stored", [2])), 1.0)
+    tracker.on_batch(source.batch(("removed", [1])), 1.0)
+    recorder.seen.clear()
+    assert tracker.on_snapshot(tracker.ranks[source.key], snapshot, 2.0)
+    assert recorder.seen == [("repaired", 0), ("applied", 2), ("applied", 3)]
 
 
 def test_a_removal_on_one_rank_leaves_the_other_ranks_copy() -> None:
