@@ -161,17 +161,12 @@ class Link:
                 self._call = None
 
     def _received(self, message: bytes) -> None:
-        """Called with each message of the stream; the first is the Welcome."""
-        try:
-            if self.connected:
-                steps.dispatch(message, self._receivers)
-            else:
-                worker_pb2.AttachResponse.FromString(message)
-                self._greeted()
-        except steps.MALFORMED:
-            # Tokens may be lost with it: the requests have to move.
-            if self._call is not None:
-                self._call.close(f"a message of {len(message)} bytes is no AttachResponse")
+        """Called with each message of the stream; the first is the Welcome. Raises `steps.MALFORMED`."""
+        if self.connected:
+            steps.dispatch(message, self._receivers)
+        else:
+            worker_pb2.AttachResponse.FromString(message)
+            self._greeted()
 
     def _greeted(self) -> None:
         if self._welcome is not None and not self._welcome.done():

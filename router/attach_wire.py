@@ -51,7 +51,7 @@ class BidiCall(asyncio.Protocol):
     Args:
         path: /package.Service/Method.
         authority: the server, host:port.
-        on_message: called with each message, as it comes, until `close`. It must not raise.
+        on_message: called with each message, as it comes, until `close`. It may raise `steps.MALFORMED`, which ends the call.
     """
 
     def __init__(self, path: str, authority: str, on_message: Callable[[bytes], None]) -> None:
@@ -60,7 +60,7 @@ class BidiCall(asyncio.Protocol):
         self.waiting: deque[memoryview] = deque()
         """Messages, or the rest of one, that the server gives no room for."""
         self.short_way: Callable[[bytes], int] | None = None
-        """`steps.frame_dispatcher`: takes what is nothing but whole messages, in place of `on_message`."""
+        """`steps.frame_dispatcher`: takes what is nothing but whole messages in place of `on_message`, and may raise the same."""
         self._path = path
         self._authority = authority
         self._on_message = on_message
@@ -145,15 +145,19 @@ class BidiCall(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._heard = True
-        if self.short_way is not None and not self._within:
-            try:
-                taken = self.short_way(data)
-            except steps.MALFORMED as error:
-                self.close(f"a message is no AttachResponse: {error}")
-                return
+        try:
+            taken = self.short_way(data) if self.short_way is not None and not self._within else 0
             if taken:
                 self._acknowledge(taken)
-                return
+            else:
+                self._take_frames(data)
+        except steps.MALFORMED as error:
+            # Tokens may be lost with it: the requests have to move.
+            self.close(f"a message is no AttachResponse: {error}")
+
+    # Frames
+
+    def _take_frames(self, data: bytes) -> None:
         buffer = self._buffer + data if self._buffer else data
         at, size = 0, len(buffer)
         try:
@@ -171,8 +175,6 @@ class BidiCall(asyncio.Protocol):
             self._end(f"broken protocol: {error}")
         self._buffer = buffer[at:]
         self._within = bool(self._buffer) or self._block is not None or self._messages.held > 0
-
-    # Frames
 
     def _on_frame(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
         if self._block is not None and kind != frames.CONTINUATION:

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from rankway import rpc
 from rankway.h2 import frames
-from rankway.router import attach_wire
+from rankway.h2.messages import framed
+from rankway.router import attach_wire, steps
 from rankway.router.attach_wire import BidiCall, CallFailed
 
 PATH = "/rankway.test.Echo/Talk"
@@ -118,6 +119,22 @@ async def test_close_cancels() -> None:
         call.close()
         call.send(b"too late")
         await asyncio.wait_for(cancelled.wait(), 5)
+
+
+@pytest.mark.parametrize("short_way", [True, False])
+@pytest.mark.parametrize("pieces", [1, 2])
+async def test_a_message_that_is_none_ends_the_call(short_way: bool, pieces: int) -> None:
+    """Whichever way it comes: the call is cancelled and the reason says so."""
+    async with peer() as (endpoint, server):
+        call = await BidiCall.open(endpoint, PATH, lambda message: steps.dispatch(message, {}))
+        await eventually(lambda: bool(server.writers))
+        if short_way:
+            call.short_way = steps.frame_dispatcher({})
+        bad = framed(b"\xff\xff")
+        for piece in (bad[:7], bad[7:]) if pieces == 2 else (bad,):
+            server.send(frame(frames.DATA, piece, stream=1))
+        assert (await asyncio.wait_for(call.ended, 5)).startswith("a message is no AttachResponse: ")
+        await eventually(lambda: (frames.RST_STREAM, 0, struct.pack(">I", frames.CANCEL)) in server.frames())
 
 
 @pytest.mark.parametrize("first", [True, False])
