@@ -180,6 +180,16 @@ async def test_a_relayed_answer_waits_for_its_reader(channel: grpc.aio.Channel, 
     assert await call.code() == grpc.StatusCode.OK
 
 
+async def test_who_leaves_a_relayed_call_ends_it_behind(channel: grpc.aio.Channel, server: Server) -> None:
+    """A cancelled call leaves neither call nor task, and the inner server stops sending."""
+    call = channel.unary_stream(f"/{SERVICE}/Many")(b"100")
+    await call.read()
+    assert len(server.front.calls) == 1
+    call.cancel()
+    await eventually(lambda: not server.front.calls and not server.front.tasks)
+    assert server.sent < 60
+
+
 async def test_a_call_that_never_brings_its_message_is_ended(
     server: Server, channel: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

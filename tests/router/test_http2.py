@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankway import rpc
-from rankway.h2 import connection, frames, messages, server, streams
+from rankway.h2 import calls, connection, frames, messages, server, streams
 from rankway.router import grpc_direct
 from rankway.router.grpc_generation import delta_message
 from rankway.v1 import generate_pb2, generate_pb2_grpc, router_pb2, router_pb2_grpc, types_pb2, worker_pb2
@@ -581,6 +581,16 @@ async def test_grpcs_own_rules(raw: RawClient, path: str, more: dict[str, str], 
         headers |= {str(name): str(value) for name, value in raw.decoder.decode(block)}
     assert (headers[":status"], headers["grpc-accept-encoding"], headers["grpc-status"]) == ("200", "identity", code)
     assert words in headers["grpc-message"]
+
+
+async def test_more_messages_than_a_relayed_call_takes(raw: RawClient) -> None:
+    """RELAY_QUEUE messages may wait for the inner server; one more and the call is refused, the next one is served."""
+    many, one = (count * b"\0\0\0\0\0" for count in (calls.RELAY_QUEUE + 1, 1))
+    raw.greet()
+    for stream, body, status in ((1, many, "8"), (3, one, "0")):
+        raw.frame(frames.HEADERS, frames.END_HEADERS, stream, raw.block("/grpc.health.v1.Health/Check"))
+        raw.frame(frames.DATA, frames.END_STREAM, stream, body)
+        assert (await raw.answer(stream))[1]["grpc-status"] == status
 
 
 async def test_grpcio_without_a_header_table(make_router: Any, one_worker: FakeWorker) -> None:

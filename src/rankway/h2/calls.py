@@ -29,7 +29,7 @@ _NOT_PASSED_ON = frozenset(
 
 
 class Call:
-    """A call that is answered here, and the ways to answer it. `streams.Receiver` of its stream."""
+    """A call, and the ways to answer it. `streams.Receiver` of its stream."""
 
     __slots__ = (
         "_held", "_reader", "_server", "_started", "_stream", "_woken",
@@ -88,28 +88,22 @@ class Call:
 
     def finish(self, error: RankwayError | None = None) -> None:
         """End the call. Idempotent."""
-        if self.over:
-            return
-        self.over = True
-        self._release()
-        self._server.forget(self)
-        block = messages.TRAILERS_OK if error is None else messages.trailers(error)
-        self._stream.end(block if self._started else messages.HEADERS + block)
-        # They lead back here in a circle.
-        self.on_gone = self.on_room = None
+        self._end(messages.TRAILERS_OK if error is None else messages.trailers(error))
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run what takes longer than a moment; it is cancelled when the client leaves."""
         self.task = asyncio.create_task(self._guarded(work))
         self._server.tasks.add(self.task)
         self.task.add_done_callback(self._server.forget)
+        # A client that leaves at once cancels the task before its first step, which would leave the work never awaited.
+        self.task.add_done_callback(lambda _: work.close())
 
     def on_data(self, data: bytes, end: bool) -> None:
         if self._reader is None or self.over:
             return
         try:
             complete = self._reader.feed(data)
-            self._stream.consumed(len(data))
+            self._came(len(data))
             self._take(complete, end)
             if self._reader is not None and not self.over:
                 self._held = self._server.hold(self._held, self._reader.held)
@@ -143,6 +137,20 @@ class Call:
         if not self.over:
             self._leave()
             self.finish(error)
+
+    def _end(self, block: bytes) -> None:
+        if self.over:
+            return
+        self.over = True
+        self._release()
+        self._server.forget(self)
+        self._stream.end(block if self._started else messages.HEADERS + block)
+        # They lead back here in a circle.
+        self.on_gone = self.on_room = None
+
+    def _came(self, size: int) -> None:
+        """So many bytes have come: give the client room for as many."""
+        self._stream.consumed(size)
 
     def _take(self, complete: list[bytes], end: bool) -> None:
         """Take in the messages that have come; `end`: the client sends no more. May raise RankwayError."""
@@ -227,78 +235,53 @@ class StreamedCall(Call):
             self._talk.on_end()
 
 
-class RelayedCall:
+class RelayedCall(Call):
     """A call that the inner server answers, message by message in both directions.
 
     While a message waits for the inner server, the client gets no room for more than what it may send at once; while one waits
     for the client, no more is taken from the inner server.
     """
 
+    __slots__ = ("_flushed", "_owed", "_requests")
+
     def __init__(self, server: GrpcServer, stream: Stream, path: str, headers: Headers, deadline: float | None) -> None:
-        self._server = server
-        self._stream = stream
-        self._reader = messages.MessageReader(rpc.MAX_MESSAGE_BYTES)
+        super().__init__(server, stream, deadline)
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue(RELAY_QUEUE)
         self._owed = 0
         """Bytes of which the client hasn't heard that they were taken."""
-        self._held = 0
-        self._started = False
         self._flushed = asyncio.Event()
-        self._task = asyncio.create_task(self._guarded(path, headers, deadline))
-        server.tasks.add(self._task)
-        self._task.add_done_callback(self._ended)
+        self.on_room = self._flushed.set
+        self.spawn(self._relay(path, headers))
 
-    def on_data(self, data: bytes, end: bool) -> None:
-        self._owed += len(data)
+    def _came(self, size: int) -> None:
+        self._owed += size
+
+    def _take(self, complete: list[bytes], end: bool) -> None:
         try:
-            for message in self._reader.feed(data):
+            for message in complete:
                 self._requests.put_nowait(message)
             if end:
                 self._requests.put_nowait(None)
-            self._held = self._server.hold(self._held, self._reader.held)
-        except RankwayError as error:
-            self._refuse(error)
         except asyncio.QueueFull:
-            self._refuse(Overloaded(f"more than {RELAY_QUEUE} messages at once"))
-        else:
-            self._pay()
+            raise Overloaded(f"more than {RELAY_QUEUE} messages at once") from None
+        self._pay()
 
-    def on_reset(self) -> None:
-        self._task.cancel()
-
-    def on_unread(self) -> None:
-        self._refuse(Overloaded("the client doesn't read its stream"))
-
-    def on_flushed(self) -> None:
-        self._flushed.set()
-
-    async def _guarded(self, path: str, headers: Headers, deadline: float | None) -> None:
-        try:
-            await self._relay(path, headers, deadline)
-        except grpc.aio.AioRpcError as error:
-            trailing = list(error.trailing_metadata() or ())
-            self._end(messages.raw_trailers(error.code().value[0], error.details() or "", trailing))
-        except RankwayError as error:
-            self._end(messages.trailers(error))
-        except Exception:
-            log.exception("relayed call failed", path=path)
-            self._end(messages.trailers(EngineFailed("internal error")))
-
-    async def _relay(self, path: str, headers: Headers, deadline: float | None) -> None:
+    async def _relay(self, path: str, headers: Headers) -> None:
         passed_on = [(name, value) for name, value in headers if name[:1] != ":" and name not in _NOT_PASSED_ON]
         metadata = [pair for name, value in passed_on for pair in messages.metadata(name, value)]
-        timeout_s = None if deadline is None else max(0.0, deadline - asyncio.get_running_loop().time())
+        timeout_s = None if self.deadline is None else max(0.0, self.deadline - asyncio.get_running_loop().time())
         method: Any = self._server.inner.stream_stream(path)
         call = method(self._taken(), timeout=timeout_s, metadata=metadata)
         try:
             async for message in call:
-                self._begin()
                 self._flushed.clear()
-                self._stream.send(messages.framed(message))
-                if not self._stream.clear:
+                self.send(messages.framed(message))
+                if not self.clear:
                     await self._flushed.wait()
-            trailing = list(await call.trailing_metadata() or ())
-            self._end(messages.raw_trailers(0, "", trailing))
+            self._end(messages.raw_trailers(0, "", list(await call.trailing_metadata() or ())))
+        except grpc.aio.AioRpcError as error:
+            trailing = list(error.trailing_metadata() or ())
+            self._end(messages.raw_trailers(error.code().value[0], error.details() or "", trailing))
         finally:
             call.cancel()
 
@@ -311,22 +294,6 @@ class RelayedCall:
         if self._requests.empty():
             self._stream.consumed(self._owed)
             self._owed = 0
-
-    def _begin(self) -> None:
-        if not self._started:
-            self._started = True
-            self._stream.send_headers(messages.HEADERS)
-
-    def _end(self, block: bytes) -> None:
-        self._stream.end(block if self._started else messages.HEADERS + block)
-
-    def _refuse(self, error: RankwayError) -> None:
-        self._task.cancel()
-        self._end(messages.trailers(error))
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._held = self._server.hold(self._held, 0)
-        self._server.forget(task)
 
 
 class Deaf:

@@ -173,7 +173,7 @@ class GrpcServer:
         elif streamed := self._streamed.get(path):
             call = StreamedCall(self, stream, streamed, deadline)
         else:
-            return RelayedCall(self, stream, path, headers, deadline)
+            call = RelayedCall(self, stream, path, headers, deadline)
         self.calls.add(call)
         return call
 
