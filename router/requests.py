@@ -54,8 +54,6 @@ class Routed:
     epoch: int
     overlap_blocks: int
     cost: float
-    attempt: int = 1
-    """Counts the targets that the request was sent to."""
 
 
 @dataclass(slots=True)
