@@ -191,8 +191,7 @@ class Flight:
         self.resumed = len(self.generated)
         self._set_growth(decision.block_size)
         if not self.answered_once:
-            place = decision.place
-            self._sink.routed(Routed(place.target, decision.endpoint, place.epoch, decision.overlap_blocks, decision.cost))
+            self._sink.routed(Routed(decision.place.target, decision.overlap_blocks, decision.cost))
         if self.resumable:
             self._open_pipe()
 

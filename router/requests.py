@@ -50,8 +50,6 @@ class Routed:
     """Where a request went."""
 
     target: Target
-    endpoint: str
-    epoch: int
     overlap_blocks: int
     cost: float
 

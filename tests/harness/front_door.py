@@ -78,7 +78,7 @@ class Running:
 
     def route(self, worker_id: str = "w1", dp_rank: int = 0, overlap_blocks: int = 0) -> Running:
         target = Target(worker_id, GlobalRank(dp_rank))
-        self.sink.routed(Routed(target, "127.0.0.1:1", 1, overlap_blocks, 1.0))
+        self.sink.routed(Routed(target, overlap_blocks, 1.0))
         return self
 
     def say(self, text: str, index: int = 0, logprobs: Sequence[types_pb2.TokenLogprob] = ()) -> Running:

@@ -104,7 +104,7 @@ class Client:
         self.flight.stage = type(self.flight.stage).SENT
         self.flight.decision, self.flight.booking = Decision(), object()  # type: ignore[assignment]
         self.flight._set_growth(4)
-        sink.routed(Routed(Target("w", GlobalRank(0)), "w:1", 1, 0, 0.0))
+        sink.routed(Routed(Target("w", GlobalRank(0)), 0, 0.0))
         self.receivers = self.flight.link.receivers  # type: ignore[union-attr]
         self.receivers[5] = self.flight
         self.flight._open_pipe()
