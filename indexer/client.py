@@ -64,7 +64,12 @@ class RankGone:
     rank: RankKey
 
 
-Update = KvBatch | RankLoad | RankBlocks | RankKnown | RankGone | ViewBegin | ViewReady
+@dataclass(frozen=True, slots=True)
+class ViewLost:
+    """The view is followed no longer: what is known serves on, and grows old, until the next one."""
+
+
+Update = KvBatch | RankLoad | RankBlocks | RankKnown | RankGone | ViewBegin | ViewReady | ViewLost
 
 
 class Follower:
@@ -114,7 +119,9 @@ class Follower:
             except TimeoutError:
                 reason = f"no message in {FIRST_MESSAGE_TIMEOUT_S} s"
             finally:
-                self.connected_to = ""
+                was_followed, self.connected_to = bool(self.connected_to), ""
+            if was_followed:
+                yield ViewLost()
             log.info("following afresh", endpoint=endpoint, reason=self._restart_reason or reason or "the stream ended")
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, RETRY_MAX_S)

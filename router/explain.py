@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,8 +81,12 @@ class Explanation:
     remarks: Sequence[str]
 
 
-def explain(policy: Policy, query: Query, prompt: Prompt, now: float, seed: int) -> Explanation:
-    """What would be chosen for a prompt now. Nothing is booked."""
+def explain(policy: Policy, query: Query, prompt: Prompt, now: float, seed: int, index_age_s: float = 0.0) -> Explanation:
+    """What would be chosen for a prompt now. Nothing is booked.
+
+    Args:
+        index_age_s: `Replica.age_s`.
+    """
     policy.ledger.decay(now)
     members = policy.eligibility.members(query)
     block_size = members[0][0].block_size if members else 0
@@ -94,11 +99,11 @@ def explain(policy: Policy, query: Query, prompt: Prompt, now: float, seed: int)
         smallest = min(c.term.tree_size for c in ties)
         ties = [c for c in ties if c.term.tree_size == smallest]
         chosen = policy.targets.place(ties[seed % len(ties)].term.slot)
-    remarks = _remarks(policy, candidates, len(hashes.get(block_size, b"")) // 8, block_size)
+    remarks = _remarks(candidates, len(hashes.get(block_size, b"")) // 8, block_size, index_age_s)
     return Explanation(chosen, len(prompt.tokens) // 4, block_size, _ordered(candidates), remarks)
 
 
-def explain_past(policy: Policy, past: Past, now: float) -> Explanation:
+def explain_past(policy: Policy, past: Past, now: float, index_age_s: float = 0.0) -> Explanation:
     """What was chosen for a recent request, from the loads as they were then."""
     decision = past.decision
     hashes = {decision.block_size: decision.hashes}
@@ -106,7 +111,7 @@ def explain_past(policy: Policy, past: Past, now: float) -> Explanation:
     candidates = [_as_decided(candidate, decision) for candidate in candidates]
     remarks = [
         "loads are as they were when the request was placed; overlaps of targets that weren't chosen are as the index is now",
-        *_remarks(policy, candidates, len(decision.hashes) // 8, decision.block_size),
+        *_remarks(candidates, len(decision.hashes) // 8, decision.block_size, index_age_s),
     ]
     return Explanation(decision.place, decision.prompt_tokens, decision.block_size, _ordered(candidates), remarks)
 
@@ -165,7 +170,7 @@ def _ordered(candidates: list[Candidate]) -> list[Candidate]:
     return sorted(candidates, key=lambda c: (bool(c.reason), c.term.cost * c.record.block_size, c.record.worker_id, c.dp_rank))
 
 
-def _remarks(policy: Policy, candidates: Sequence[Candidate], prompt_blocks: int, block_size: int) -> list[str]:
+def _remarks(candidates: Sequence[Candidate], prompt_blocks: int, block_size: int, index_age_s: float) -> list[str]:
     remarks = []
     if not candidates:
         return ["nobody serves the model"]
@@ -179,17 +184,28 @@ def _remarks(policy: Policy, candidates: Sequence[Candidate], prompt_blocks: int
             f"the index of {len(unknown)} of {len(candidates)} ranks is unknown ({names}): they score "
             "by load alone; is the indexer reachable, and do these workers publish KV events?"
         )
-    if all(candidate.term.overlap_blocks == 0 for candidate in candidates):
-        remarks.append(_why_no_overlap(candidates, prompt_blocks, block_size))
     silent = [candidate for candidate in candidates if candidate.report is None]
+    doubt = ""
+    if index_age_s == math.inf:
+        doubt = "no indexer has been reached so far"
+    elif index_age_s > 0:
+        doubt = f"no indexer has been reached for {index_age_s:.0f} s: the index is as it was then"
+    elif len(silent) == len(candidates):
+        doubt = "no rank's load has come lately: is NATS reachable from the workers and the indexer? If not, the index is as old"
+    if doubt:
+        remarks.append(doubt)
+    if all(candidate.term.overlap_blocks == 0 for candidate in candidates):
+        remarks.append(_why_no_overlap(candidates, prompt_blocks, block_size, is_current=not doubt))
     if silent:
         remarks.append(f"{len(silent)} of {len(candidates)} ranks have published no load lately: only what routers booked counts")
     return remarks
 
 
-def _why_no_overlap(candidates: Sequence[Candidate], prompt_blocks: int, block_size: int) -> str:
+def _why_no_overlap(candidates: Sequence[Candidate], prompt_blocks: int, block_size: int, *, is_current: bool) -> str:
     if prompt_blocks == 0:
         return f"all overlaps are 0: the prompt fills no block of {block_size} tokens"
+    if not is_current:
+        return "all overlaps are 0 in what the index knew last"
     if all(candidate.term.tree_size == 0 for candidate in candidates):
         return (
             "all overlaps are 0: no rank holds any block; either nothing was cached yet, or the workers' KV events never arrive "

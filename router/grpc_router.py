@@ -16,6 +16,7 @@ from rankway.router.explain import Candidate, Explanation, Recent, explain, expl
 from rankway.router.grpc_generation import deadline_of
 from rankway.router.intake import MAX_NAME_CHARS, Intake
 from rankway.router.policy import Policy, Prompt
+from rankway.router.replica import Replica
 from rankway.router.requests import Dispatch, RouterRequest
 from rankway.router.reservations import Reservation
 from rankway.router.route import RouteSink
@@ -33,6 +34,7 @@ class RouterServicer:
         dispatcher: RouterDispatcher,
         policy: Policy,
         recent: Recent,
+        replica: Replica,
         clock: Callable[[], float],
         rng: random.Random,
     ) -> None:
@@ -40,6 +42,7 @@ class RouterServicer:
         self._dispatcher = dispatcher
         self._policy = policy
         self._recent = recent
+        self._replica = replica
         self._clock = clock
         self._rng = rng
 
@@ -102,13 +105,14 @@ class RouterServicer:
                 raise NotFound(
                     f"request_id={request.request_id!r}: no such recent request (the last {len(self._recent)} are kept)"
                 )
-            return self._response(request.request_id, explain_past(self._policy, past, now))
+            return self._response(request.request_id, explain_past(self._policy, past, now, self._replica.age_s(now)))
         if subject is None:
             raise InvalidField("request", None, "give a request or the request_id of a recent one")
         checked = await self._intake.prepare(drafts.from_proto(request.request))
         query = Query(checked.model, checked.lora, checked.dp_group, checked.worker_id, checked.dp_rank)
         prompt = Prompt(checked.prompt, checked.cache_salt)
-        return self._response(checked.request_id, explain(self._policy, query, prompt, now, self._rng.getrandbits(64)))
+        explanation = explain(self._policy, query, prompt, now, self._rng.getrandbits(64), self._replica.age_s(now))
+        return self._response(checked.request_id, explanation)
 
     def _response(self, request_id: str, explanation: Explanation) -> router_pb2.ExplainResponse:
         weights = self._policy.settings.weights

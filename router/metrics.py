@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from rankway.indexer.slots import RankKey
 from rankway.router.attach import Links
 from rankway.router.dispatcher import RouterDispatcher
 from rankway.router.eligibility import Eligibility
@@ -88,11 +89,13 @@ class RouterCollector(Collector):
                 ("rank_prefill_tokens", "Tokens still to prefill on the rank."),
                 ("rank_decode_blocks", "Distinct blocks active on the rank."),
                 ("rank_tree_blocks", "Blocks of the rank in the replica of the index."),
+                ("rank_load_age_seconds", "Since the rank's last published load came; no sample if none has."),
             )
         }
         observed = self._observed
         ledger, loads = observed.ledger, observed.ledger.loads
         eligible = observed.eligibility.all_eligible()
+        now = self._loop.time()
         for record in observed.fleet.records.values():
             for rank, slot in sorted(observed.targets.slots(record.instance).items()):
                 if slot >= len(loads):
@@ -105,6 +108,9 @@ class RouterCollector(Collector):
                 gauges["rank_prefill_tokens"].add_metric(labels, loads.prefill_tokens[slot])
                 gauges["rank_decode_blocks"].add_metric(labels, loads.decode_blocks[slot])
                 gauges["rank_tree_blocks"].add_metric(labels, observed.replica.index.size(slot))
+                replicated = observed.replica.ranks.get(RankKey(record.worker_id, record.epoch, rank))
+                if replicated is not None and replicated.load_at is not None:
+                    gauges["rank_load_age_seconds"].add_metric(labels, now - replicated.load_at)
         yield from gauges.values()
 
     def _links(self) -> Iterator[Metric]:
@@ -139,6 +145,11 @@ class RouterCollector(Collector):
         yield GaugeMetricFamily("rankway_router_workers", "Workers that are members.", len(observed.fleet.records))
         yield GaugeMetricFamily(
             "rankway_router_links", "Workers that answer on their Attach.", sum(link.connected for link in observed.links)
+        )
+        yield GaugeMetricFamily(
+            "rankway_router_index_age_seconds",
+            "Since the index was last followed: 0 while an indexer is, +Inf if none ever was.",
+            observed.replica.age_s(self._loop.time()),
         )
         yield GaugeMetricFamily("rankway_router_in_flight", "Requests under way.", len(observed.dispatcher.flights))
         yield GaugeMetricFamily("rankway_router_tasks", "asyncio tasks of the router.", len(asyncio.all_tasks(self._loop)))

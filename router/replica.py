@@ -6,10 +6,11 @@ blocks have come, what was known of it goes on serving; ranks that the new view 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from rankway.index import Index
-from rankway.indexer.client import RankBlocks, RankGone, RankKnown, Update, ViewBegin, ViewReady
+from rankway.indexer.client import RankBlocks, RankGone, RankKnown, Update, ViewBegin, ViewLost, ViewReady
 from rankway.indexer.events import KvBatch, RankLoad
 from rankway.indexer.slots import RankKey
 from rankway.router.targets import Holder, Targets
@@ -56,6 +57,8 @@ class Replica:
         """Whether a whole view has come at least once."""
         self.indexer_id = ""
         """Whose view it is."""
+        self.lost_at: float | None = -math.inf
+        """Since when no indexer is followed (the caller's clock, seconds); None: one is."""
         self.mismatches = 0
         """Digests that differed from a load's, and holes in a rank's seqs: each asked for a new view."""
         self._targets = targets
@@ -79,17 +82,13 @@ class Replica:
             self._begin(update)
         elif isinstance(update, ViewReady):
             self._ready()
+        elif isinstance(update, ViewLost):
+            self.lost_at = now
         return ""
 
-    def known(self, key: RankKey) -> bool:
-        """Whether the rank's blocks count; False for a rank that no indexer has named."""
-        rank = self.ranks.get(key)
-        return rank is not None and rank.known
-
-    def load(self, key: RankKey) -> RankLoad | None:
-        """The rank's last load, None if there is none."""
-        rank = self.ranks.get(key)
-        return rank.load if rank is not None else None
+    def age_s(self, now: float) -> float:
+        """Seconds since the index was last followed: 0 while it is, infinite if it never was."""
+        return 0.0 if self.lost_at is None else now - self.lost_at
 
     def _begin(self, update: ViewBegin) -> None:
         self.indexer_id = update.indexer_id
@@ -99,6 +98,7 @@ class Replica:
             rank.staged.clear()
 
     def _ready(self) -> None:
+        self.lost_at = None
         for key in [key for key in self.ranks if key not in self._named]:
             self._drop(key)
         self._named.clear()

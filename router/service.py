@@ -369,7 +369,9 @@ def _front_door(settings: RouterSettings, router: Router, metrics: CollectorRegi
 def open_endpoint(settings: RouterSettings, router: Router) -> GrpcEndpoint:
     """The gRPC address of a router, not yet listening."""
     clock = asyncio.get_running_loop().time
-    routing = grpc_router.RouterServicer(router.intake, router.dispatcher, router.policy, router.recent, clock, random.Random())
+    routing = grpc_router.RouterServicer(
+        router.intake, router.dispatcher, router.policy, router.recent, router.replica, clock, random.Random()
+    )
     return GrpcEndpoint(router.generation, routing, direct=settings.grpc_server == "direct", reuse_port=settings.reuse_port)
 
 

@@ -34,7 +34,7 @@ async def test_batches_reach_a_replica(start_indexer: Start, start_worker: Start
     await worker.change(0, ("removed", [2]))
     await worker.load(0, running=3)
     await eventually(lambda: replica.equals(worker))
-    await eventually(lambda: replica.replica.load(worker.sources[0].key).running == 3)
+    await eventually(lambda: replica.replica.ranks[worker.sources[0].key].load.running == 3)
     stats = await indexer.stats()
     assert [(rank.dp_rank, rank.known, rank.last_seq, rank.block_count) for rank in stats.ranks] == [
         (0, True, 2, 2),
@@ -56,7 +56,7 @@ async def test_a_follower_that_comes_late_gets_the_snapshot(
     await eventually(lambda: _load_seen(indexer))
     replica = await start_replica(indexer)
     assert replica.equals(worker)
-    assert replica.replica.load(worker.sources[0].key).running == 2
+    assert replica.replica.ranks[worker.sources[0].key].load.running == 2
     await worker.change(0, ("removed", range(0, 100_000, 3)))
     await eventually(lambda: replica.equals(worker))
 

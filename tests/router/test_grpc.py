@@ -19,6 +19,7 @@ from harness.waiting import eventually
 
 from rankway import rpc
 from rankway.blocks import pack_tokens, unpack_tokens
+from rankway.indexer.client import ViewBegin, ViewLost, ViewReady
 from rankway.router.grpc_generation import StreamSink
 from rankway.v1 import generate_pb2, generate_pb2_grpc, router_pb2, router_pb2_grpc, types_pb2, worker_pb2
 
@@ -261,6 +262,23 @@ async def test_explain_names_every_candidate_and_books_nothing(client: Client) -
     assert any("all overlaps are 0" in remark for remark in response.remarks)
     assert any("index" in remark and "unknown" in remark for remark in response.remarks)
     assert client.router.is_idle()
+
+
+async def test_explain_says_that_the_index_is_old(client: Client) -> None:
+    """Without an indexer, and without any load for long, Explain says so instead of looking for the reason in the prompt."""
+
+    async def remarks() -> str:
+        return "; ".join((await client.routing.Explain(router_pb2.ExplainRequest(request=a_request(196)))).remarks)
+
+    now = asyncio.get_running_loop().time()
+    replica = client.router.parts.replica
+    assert "no indexer has been reached so far" in await remarks()
+    for update in (ViewBegin("i"), ViewReady()):
+        replica.apply(update, now)
+    assert "is NATS reachable" in await remarks()
+    replica.apply(ViewLost(), now - 7.2)
+    assert "no indexer has been reached for 7 s: the index is as it was then" in await remarks()
+    assert "differs in its first tokens" not in await remarks()
 
 
 async def test_explain_says_why_somebody_isnt_eligible(client: Client, two_workers: Workers) -> None:

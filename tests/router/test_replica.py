@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from harness.messages import RankSource
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankway.blocks import pack_hashes, unpack_hashes
-from rankway.indexer.client import RankBlocks, RankGone, RankKnown, Update, ViewBegin, ViewReady, unpacked, update_of
+from rankway.indexer.client import RankBlocks, RankGone, RankKnown, Update, ViewBegin, ViewLost, ViewReady, unpacked, update_of
 from rankway.indexer.events import RankLoad
 from rankway.indexer.feed import Feed, Follower, FollowerLimits
 from rankway.indexer.rank import Limits
@@ -53,17 +54,35 @@ def apply(replica: Replica, *updates: Update) -> None:
         assert replica.apply(update, 1.0) == ""
 
 
+def known(replica: Replica, key: RankKey) -> bool:
+    return key in replica.ranks and replica.ranks[key].known
+
+
 def held(replica: Replica, key: RankKey) -> set[int]:
     return set(unpack_hashes(replica.index.blocks(replica.ranks[key].slot)))
+
+
+def test_the_age_of_the_index_is_the_time_since_it_was_followed() -> None:
+    """0 from a complete view until the view is lost; infinite before the first one; a view that only begins changes nothing."""
+    replica, _ = replica_with(ViewBegin("i"), blocks(KEY, 1, [1]))
+    assert replica.age_s(5.0) == math.inf
+    apply(replica, ViewReady())
+    assert replica.age_s(5.0) == 0.0
+    replica.apply(ViewLost(), 7.0)
+    replica.apply(ViewBegin("j"), 8.0)
+    assert replica.age_s(9.5) == 2.5
+    assert held(replica, KEY) == {1}
+    replica.apply(ViewReady(), 10.0)
+    assert replica.age_s(11.0) == 0.0
 
 
 def test_a_rank_is_known_when_its_last_chunk_has_come() -> None:
     """Chunks are staged; the rank's blocks are replaced in one step."""
     replica, recorder = replica_with(ViewBegin("i"), blocks(KEY, 3, [1, 2], last=False))
-    assert not replica.known(KEY)
+    assert not known(replica, KEY)
     assert held(replica, KEY) == set()
     apply(replica, blocks(KEY, 3, [5], first=False), ViewReady())
-    assert replica.known(KEY)
+    assert known(replica, KEY)
     assert held(replica, KEY) == {1, 2, 5}
     assert recorder.known == [(KEY, True)]
     assert replica.complete
@@ -74,7 +93,7 @@ def test_the_old_view_serves_until_the_new_one_is_there() -> None:
     replica, recorder = replica_with(ViewBegin("i"), blocks(KEY, 1, [1]), blocks(OTHER, 1, [2]), ViewReady())
     apply(replica, ViewBegin("j"), blocks(KEY, 4, [7, 8], last=False))
     assert held(replica, KEY) == {1}
-    assert replica.known(KEY)
+    assert known(replica, KEY)
     apply(replica, blocks(KEY, 4, [9], first=False))
     assert held(replica, KEY) == {7, 8, 9}
     assert held(replica, OTHER) == {2}
@@ -120,7 +139,7 @@ def test_loads_are_kept_with_their_time_and_older_ones_dropped() -> None:
     replica, recorder = replica_with(ViewBegin("i"), RankKnown(KEY, "g", False), ViewReady())
     replica.apply(new, 5.0)
     replica.apply(old, 6.0)
-    assert replica.load(KEY) == new
+    assert replica.ranks[KEY].load == new
     assert replica.ranks[KEY].load_at == 5.0
     assert recorder.loads == [2]
 
@@ -134,8 +153,8 @@ def test_a_rank_that_goes_gives_back_its_slot() -> None:
     assert slot == replica.ranks[KEY].slot
     apply(replica, RankGone(KEY), RankGone(OTHER), RankGone(OTHER))
     assert len(replica.index) == 0
-    assert not replica.known(KEY)
-    assert replica.load(KEY) is None
+    assert not known(replica, KEY)
+    assert KEY not in replica.ranks
     assert targets.find(KEY.target, 1) == slot
     assert targets.find(OTHER.target, 1) is None
 
@@ -237,6 +256,6 @@ def test_the_replica_ends_equal_to_the_index(steps: list[tuple[Any, ...]]) -> No
     world.calm()
     assert world.replica.ranks.keys() == world.tracker.ranks.keys()
     for key, rank in world.tracker.ranks.items():
-        assert world.replica.known(key)
+        assert known(world.replica, key)
         assert held(world.replica, key) == set(unpack_hashes(rank.index.blocks(rank.slot))) == set(world.sources[key].held)
     assert len(world.replica.index) == len(world.tracker.index)

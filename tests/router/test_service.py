@@ -122,6 +122,7 @@ async def test_it_serves_tells_its_health_and_drains(world: World, one_worker: F
         metrics = await asyncio.to_thread(_get, f"http://{router.addresses['metrics']}/metrics")
         assert 'rankway_router_rank_requests{dp_rank="0",worker_id="w1"} 1.0' in metrics
         assert "rankway_router_in_flight 1.0" in metrics
+        assert "rankway_router_index_age_seconds 0.0" in metrics
         router.begin_stop()
         await eventually(lambda: _refused(f"http://{router.addresses['http']}/health"))
         seen.delta([1], finish=STOP)
@@ -172,6 +173,8 @@ async def test_it_starts_without_nats_and_indexer(world: World, one_worker: Fake
     one_worker.on_start = lambda seen: seen.delta([1], finish=STOP)
     router = world.router(nats_url="nats://127.0.0.1:1", indexer_endpoints=("127.0.0.1:1",))
     await asyncio.wait_for(router.ready.wait(), 10)
+    metrics = await asyncio.to_thread(_get, f"http://{router.addresses['metrics']}/metrics")
+    assert "rankway_router_index_age_seconds +Inf" in metrics
     async with rpc.open_channel(router.addresses["grpc"]) as channel:
         messages = [message async for message in generate_pb2_grpc.GenerationStub(channel).Generate(a_request(), timeout=5)]
     assert messages[-1].HasField("finished")
