@@ -58,7 +58,7 @@ class Outbox:
         self.running: dict[int, Running] = {}
         """The session's requests by stream."""
         self.pending_tokens = 0
-        """What has come since `take`, with one more for each delta."""
+        """What has come since `take`, log probabilities counted like tokens, with one more for each delta or refusal."""
         self._tokenizer = tokenizer
         self._filled = filled
         self._message = worker_pb2.AttachResponse()
@@ -105,13 +105,14 @@ class Outbox:
             entry.logprobs.extend(logprobs_to_proto(logprobs, self._tokenizer))
         if finish is not None:
             entry.finish_reason = FINISH_REASONS[finish]
-        self.pending_tokens += 1 + len(tokens)
+        self.pending_tokens += 1 + len(tokens) + sum(len(logprob.top) + 1 for logprob in logprobs)
         self._filled()
 
     def failed(self, stream: int, error: RankwayError) -> None:
         entry = self._deltas.add(stream=stream)
         entry.error.code = error.code.value[0]
         entry.error.message = error.message
+        self.pending_tokens += 1
         self._filled()
 
     def ended(self, stream: int) -> None:

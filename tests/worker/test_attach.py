@@ -14,10 +14,11 @@ import pytest
 from harness.waiting import eventually
 from harness.worker import FakeRegistry, LiveWorker, live_worker
 
+from rankway.errors import InvalidField
 from rankway.tokenizer import Tokenizer
 from rankway.v1 import types_pb2, worker_pb2
 from rankway.worker import attach
-from rankway.worker.engine import Finish
+from rankway.worker.engine import Finish, Logprob
 
 
 def start(stream: int, **fields: Any) -> worker_pb2.AttachRequest:
@@ -257,6 +258,16 @@ async def test_a_router_that_does_not_read_is_cut_off(
             while await router.call.read() is not grpc.aio.EOF:
                 pass
         assert await router.call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_refusals_count_as_output() -> None:
+    """A router that sends what is refused and reads no answer reaches the same bound as one that doesn't read tokens."""
+    outbox = attach.Outbox(Tokenizer.byte_level(), lambda: None)
+    for stream in range(10):
+        outbox.failed(stream, InvalidField("prompt", "", "must not be empty"))
+    assert outbox.pending_tokens == 10
+    outbox.delta(11, 0, (104,), "h", [Logprob(104, -1.0, ((104, -1.0), (105, -2.0)))], None, None)
+    assert outbox.pending_tokens == 10 + 1 + 1 + 3
 
 
 async def test_deltas_of_one_pass_share_a_message() -> None:
