@@ -107,18 +107,23 @@ class DirectSink:
             self._call.send_message(delta_message(delta))
 
     def finished(self, outcome: Outcome) -> None:
-        self._generation.active -= 1
+        self._leave()
         self._call.send_message(finished_message(outcome))
         self._call.finish()
 
     def failed(self, error: RankwayError) -> None:
-        self._generation.active -= 1
+        self._leave()
         self._call.finish(error)
 
     def gone(self) -> None:
         """The client has left."""
-        self._generation.active -= 1
+        self._leave()
         self.cancel()
+
+    def _leave(self) -> None:
+        # A client that doesn't read may be given up by the very message that ends the stream.
+        self._call.on_gone = None
+        self._generation.active -= 1
 
 
 class DirectRoute(RouteSink):

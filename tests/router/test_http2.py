@@ -214,6 +214,22 @@ async def test_a_client_that_never_reads_is_cut_off(
     await eventually(raw.router.is_idle)  # type: ignore[attr-defined]
 
 
+async def test_a_client_that_is_cut_off_at_its_very_end_is_counted_once(
+    raw: RawClient, one_worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message that ends a request may be the one that its client has no room for: the request has finished, once."""
+    monkeypatch.setattr(streams, "PENDING_BYTES", 1000)
+    raw.greet((frames.INITIAL_WINDOW_SIZE, 10))
+    raw.call(1, a_request(2000))
+    (await one_worker.next_start()).delta(list(range(1000)), finish=STOP)
+    assert (await raw.answer(1))[1]["grpc-status"] == "8"
+    router = raw.router  # type: ignore[attr-defined]
+    await eventually(router.is_idle)
+    counts = router.parts.dispatcher.counts
+    assert (counts.finished, counts.cancelled, counts.completion_tokens) == (1, 0, 1000)
+    assert router.parts.generation.active == 0
+
+
 @pytest.mark.parametrize(
     ("kind", "flags", "stream", "payload", "code"),
     [
