@@ -165,10 +165,15 @@ class Link:
         if self.connected:
             steps.dispatch(message, self._receivers)
         else:
-            worker_pb2.AttachResponse.FromString(message)
-            self._greeted()
+            self._greeted(worker_pb2.AttachResponse.FromString(message))
 
-    def _greeted(self) -> None:
+    def _greeted(self, answer: worker_pb2.AttachResponse) -> None:
+        record = answer.welcome.record
+        if (record.worker_id, record.epoch) != (self.instance.worker_id, self.instance.epoch):
+            what = f"worker {record.worker_id!r} of epoch {record.epoch}" if answer.HasField("welcome") else "no Welcome"
+            if self._call is not None:
+                self._call.close(f"the first message is from {what}")
+            return
         if self._welcome is not None and not self._welcome.done():
             self._welcome.set_result(None)
         if self._call is not None:
@@ -206,7 +211,11 @@ class Link:
         self._receivers.clear()
         error = Unavailable(f"worker {self.instance.worker_id} was lost: {reason}")
         for receiver in receivers:
-            receiver.on_lost(error)
+            try:
+                receiver.on_lost(error)
+            except Exception:
+                # One request's fault must not leave the others waiting.
+                log.exception("a request failed on a lost link", worker_id=self.instance.worker_id)
 
 
 async def _first(*futures: asyncio.Future[Any]) -> None:
@@ -233,15 +242,15 @@ class Links:
     def open(self, instance: Instance, endpoint: str) -> None:
         """Attach to a worker that has joined, or keep the link of one that is back."""
         known = self._links.get(instance)
-        if known is not None:
+        if known is not None and not self._tasks[instance].done():
             known.revive()
             if known.connected:
                 self._on_up(known)
             return
         link = Link(instance, endpoint, self._router_id, self._on_up, self._on_down)
         self._links[instance] = link
-        self._tasks[instance] = asyncio.create_task(link.run(), name=f"attach {instance.worker_id}/{instance.epoch}")
-        self._tasks[instance].add_done_callback(lambda task: self._ended(instance, task))
+        task = self._tasks[instance] = asyncio.create_task(link.run(), name=f"attach {instance.worker_id}/{instance.epoch}")
+        task.add_done_callback(lambda task: self._ended(instance, task))
 
     def retire(self, instance: Instance) -> None:
         """The worker has left: the link ends when its requests have."""
@@ -257,7 +266,8 @@ class Links:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _ended(self, instance: Instance, task: asyncio.Task[None]) -> None:
-        del self._links[instance]
-        del self._tasks[instance]
+        if self._tasks.get(instance) is task:  # another one may have been opened since it returned
+            del self._links[instance]
+            del self._tasks[instance]
         if not task.cancelled() and task.exception() is not None:
             log.error("a link failed", worker_id=instance.worker_id, exc_info=task.exception())

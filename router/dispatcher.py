@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from rankway import logs
-from rankway.errors import Overloaded, RankwayError, Unavailable
+from rankway.errors import EngineFailed, Overloaded, RankwayError, Unavailable
 from rankway.ranks import Instance
 from rankway.router.admission import WaitQueue
 from rankway.router.affinity import Affinity
@@ -181,6 +181,11 @@ class RouterDispatcher:
             return True
         except RankwayError as error:
             flight.fail(error)
+            return True
+        except Exception:
+            # One request's fault must not stop those that wait behind it.
+            log.exception("a request could not be placed", request_id=request.request_id)
+            flight.fail(EngineFailed("internal error"))
             return True
         return self._send(flight, decision, booking)
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import grpc
 
-from rankway.errors import DeadlineExceeded, RankwayError, Unavailable, from_status
+from rankway.errors import DeadlineExceeded, EngineFailed, RankwayError, Unavailable, from_status
 from rankway.router.admission import Entry
 from rankway.router.attach import Link
 from rankway.router.eligibility import Query
@@ -200,6 +200,9 @@ class Flight:
         if delta.HasField("error"):
             self._refused(delta.error)
             return
+        if delta.index >= len(self.reasons) or len(delta.tokens) % 4:
+            self._broken(delta)
+            return
         self.generated += delta.tokens
         if self.resumable:
             self.chars += len(delta.text)
@@ -264,6 +267,15 @@ class Flight:
             self._release()
             self.fail(cause)
 
+    def _broken(self, delta: worker_pb2.StepDelta) -> None:
+        """The worker says something that can't be: nothing it says about the request counts any more."""
+        if self.stage is Stage.SENT and self.decision is not None:
+            self._leave_engine()
+            self.tried = (*self.tried, self.decision.place)
+            what = f"a delta of choice {delta.index} of {len(self.reasons)} with {len(delta.tokens)} bytes of tokens"
+            worker_id = self.decision.place.target.worker_id
+            self._again(EngineFailed(f"worker {worker_id} sent {what}"), engine_broke=True)
+
     def _again(self, error: RankwayError, *, engine_broke: bool) -> None:
         """The attempt has failed: another target, if that can be done without the client noticing."""
         self._close_pipe()
@@ -291,6 +303,7 @@ class Flight:
             if self.link is not None:
                 self.link.forget(self.stream)
                 self.link = None
+            self.stage = Stage.ENDED  # whatever the sink does, the request can't be cancelled any more
             self._sink.finished(
                 Outcome(
                     reasons=self.reasons,

@@ -30,7 +30,7 @@ if os.environ.get("RANKWAY_PURE") != "1":
 
 COMPILED = _steps is not None
 
-MALFORMED = (DecodeError, ValueError)
+MALFORMED: tuple[type[Exception], ...] = (DecodeError, _steps.Malformed) if COMPILED else (DecodeError,)
 """What `dispatch` raises for a message that is no AttachResponse."""
 
 
@@ -96,7 +96,7 @@ def dispatch(message: bytes, receivers: dict[int, Any]) -> None:
     """Hand the deltas of an AttachResponse to their receivers (`Receives`), by stream; nobody's are passed over.
 
     Raises:
-        DecodeError, ValueError (`MALFORMED`): it is none, or a part of it is none.
+        `MALFORMED`: it is none, or a part of it is none.
     """
     if COMPILED:
         _steps.dispatch(receivers, worker_pb2.StepDelta.FromString, message)

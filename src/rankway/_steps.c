@@ -44,6 +44,7 @@ typedef struct {
 } Pipe;
 
 static PyTypeObject PipeType;
+static PyObject *malformed; /* what a message that is none raises */
 static PyObject *str_on_delta, *str_on_grow, *str_on_first, *str_on_end;
 
 static bool reserve(Pipe *pipe, size_t more)
@@ -235,7 +236,7 @@ static bool next_field(Span *span, uint32_t *number, uint64_t *value, Span *byte
     if (span->at == span->end)
         return false;
     *bad = true;
-    if (!varint(span, &tag) || tag >> 3 == 0 || tag >> 35)
+    if (!varint(span, &tag) || tag >> 3 == 0 || tag >> 32)
         return false;
     *number = (uint32_t)(tag >> 3);
     size_t fixed = 0;
@@ -271,7 +272,7 @@ typedef struct {
     Span tokens, text;
     int64_t cached;  /* -1: not said */
     int32_t reason;  /* 0: it isn't the last */
-    bool plain;      /* nothing else, and of choice 0 */
+    bool plain;      /* nothing else, of choice 0, and whole tokens */
 } Delta;
 
 static bool parse_delta(Span span, Delta *delta)
@@ -296,6 +297,8 @@ static bool parse_delta(Span span, Delta *delta)
         else if (number != 2 || bytes.at || value)
             delta->plain = false; /* index 0 says nothing */
     }
+    if ((delta->tokens.end - delta->tokens.at) % 4)
+        delta->plain = false;
     return !bad;
 }
 
@@ -306,30 +309,29 @@ static int take(Pipe *pipe, const Delta *delta)
 {
     Py_ssize_t had = PyByteArray_GET_SIZE(pipe->generated), more = delta->tokens.end - delta->tokens.at;
     size_t length = (size_t)(delta->text.end - delta->text.at);
-    if (!pipe->begun && !add_opening(pipe))
+    size_t built = pipe->size;
+    if (more && PyByteArray_Resize(pipe->generated, had + more) < 0)
         return -1;
-    if (length) {
-        int added = add_event(pipe, delta->text.at, length);
-        if (added <= 0) {
-            if (!pipe->begun)
-                pipe->size = 0; /* the opening comes the long way, too */
-            return added;
-        }
+    int added = pipe->begun || add_opening(pipe) ? 1 : -1;
+    if (added > 0 && length)
+        added = add_event(pipe, delta->text.at, length);
+    if (added <= 0) {
+        pipe->size = built; /* the opening comes the long way, too */
+        if (more && PyByteArray_Resize(pipe->generated, had) < 0)
+            return -1;
+        return added;
     }
+    if (more)
+        memcpy(PyByteArray_AS_STRING(pipe->generated) + had, delta->tokens.at, (size_t)more);
     if (!pipe->begun) {
         pipe->begun = pipe->untold = 1;
         pipe->cached = delta->cached;
     }
-    if (more) {
-        if (PyByteArray_Resize(pipe->generated, had + more) < 0)
-            return -1;
-        memcpy(PyByteArray_AS_STRING(pipe->generated) + had, delta->tokens.at, (size_t)more);
-    }
     if (had + more >= pipe->grow_at && !delta->reason) {
         PyObject *result = PyObject_CallMethodNoArgs((PyObject *)pipe, str_on_grow);
         if (!result)
-            return -1;
-        Py_DECREF(result);
+            PyErr_WriteUnraisable((PyObject *)pipe); /* what the client gets has been built: the stream goes on */
+        Py_XDECREF(result);
     }
     return 1;
 }
@@ -359,7 +361,7 @@ static int dispatch_delta(Span span, PyObject *receivers, PyObject *decode, PyOb
 {
     Delta delta;
     if (!parse_delta(span, &delta)) {
-        PyErr_SetString(PyExc_ValueError, "a delta is malformed");
+        PyErr_SetString(malformed, "a delta is malformed");
         return -1;
     }
     PyObject *key = PyLong_FromUnsignedLongLong(delta.stream);
@@ -399,13 +401,13 @@ static int dispatch_all(Span message, PyObject *receivers, PyObject *decode, PyO
     uint64_t value;
     Span step, delta;
     bool bad = false;
-    while (next_field(&message, &number, &value, &step, &bad))
+    while (!bad && next_field(&message, &number, &value, &step, &bad))
         if (number == 2 && step.at)
             while (next_field(&step, &number, &value, &delta, &bad))
                 if (number == 1 && delta.at && dispatch_delta(delta, receivers, decode, touched) < 0)
                     return -1;
     if (bad)
-        PyErr_SetString(PyExc_ValueError, "no AttachResponse");
+        PyErr_SetString(malformed, "no AttachResponse");
     return bad ? -1 : 0;
 }
 
@@ -598,8 +600,10 @@ PyMODINIT_FUNC PyInit__steps(void)
     str_on_end = PyUnicode_InternFromString("on_end");
     if (!str_on_delta || !str_on_grow || !str_on_first || !str_on_end || PyType_Ready(&PipeType) < 0)
         return NULL;
-    PyObject *made = PyModule_Create(&module);
-    if (made && PyModule_AddObjectRef(made, "Pipe", (PyObject *)&PipeType) < 0)
+    malformed = PyErr_NewExceptionWithDoc("rankway._steps.Malformed", "A message is no AttachResponse.", NULL, NULL);
+    PyObject *made = malformed ? PyModule_Create(&module) : NULL;
+    if (made && (PyModule_AddObjectRef(made, "Pipe", (PyObject *)&PipeType) < 0 ||
+                 PyModule_AddObjectRef(made, "Malformed", malformed) < 0))
         Py_CLEAR(made);
     return made;
 }

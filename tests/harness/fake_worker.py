@@ -61,6 +61,10 @@ class Seen:
         deltas[-1].finish_reason = finish
         self._outbox.put_nowait(worker_pb2.AttachResponse(step=worker_pb2.Step(deltas=deltas)))
 
+    def nonsense(self, **fields: Any) -> None:
+        """A delta with what no worker means."""
+        self._send(worker_pb2.StepDelta(stream=self.start.stream, **fields))
+
     def fail(self, code: grpc.StatusCode, text: str = "broken") -> None:
         error = worker_pb2.StreamError(code=code.value[0], message=text)
         self._send(worker_pb2.StepDelta(stream=self.start.stream, error=error))
@@ -79,6 +83,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.seen: dict[int, Seen] = {}
         self.hellos: list[worker_pb2.Hello] = []
         self.attached = 0
+        self.greeting = worker_pb2.AttachResponse(welcome=worker_pb2.Welcome(record=to_proto(self.record)))
+        """What Hello is answered with."""
         self._server: grpc.aio.Server | None = None
 
     @property
@@ -138,7 +144,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 kind = request.WhichOneof("message")
                 if kind == "hello":
                     self.hellos.append(request.hello)
-                    outbox.put_nowait(worker_pb2.AttachResponse(welcome=worker_pb2.Welcome(record=to_proto(self.record))))
+                    outbox.put_nowait(self.greeting)
                 elif kind == "start":
                     seen = Seen(request.start, outbox)
                     self.seen[request.start.stream] = seen

@@ -14,6 +14,7 @@ from harness.waiting import eventually
 from rankway.errors import DeadlineExceeded, Overloaded, Unavailable
 from rankway.router import dispatcher
 from rankway.sampling import Sampling
+from rankway.v1 import worker_pb2
 
 Workers = tuple[FakeWorker, FakeWorker]
 
@@ -191,6 +192,101 @@ async def test_a_worker_whose_engine_broke_is_set_aside(make_router: Any, two_wo
         assert sink.target.target.worker_id == "w2"
     two_workers[0].on_start = two_workers[1].on_start
     await eventually(lambda: router.parts.eligibility.all_eligible() == set(range(8)))
+
+
+@pytest.mark.parametrize("nonsense", [{"tokens": b"abc"}, {"tokens": b"abcd", "index": 1}, {"index": 7, "finish_reason": STOP}])
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_delta_that_cant_be_moves_its_request_alone(
+    make_router: Any, two_workers: Workers, nonsense: dict[str, Any], begun: bool
+) -> None:
+    """Half a token or a choice that nobody asked for ends the attempt, at the engine too; the link's other requests stay."""
+    router = await make_router(*two_workers)
+    _, other = router.send(40, worker_id="w1")
+    kept = await two_workers[0].next_start()
+    _, sink = router.send(41, dp_rank=0 if not begun else None, session_id="s")
+    worker, elsewhere = await _where(two_workers) if begun else (two_workers[0], two_workers[1])
+    seen = await worker.next_start()
+    if begun:
+        seen.delta([1])
+        await eventually(lambda: len(sink.tokens) == 1)
+    seen.nonsense(**nonsense)
+    await asyncio.wait_for(seen.aborted.wait(), 5)
+    if begun:
+        (await elsewhere.next_start()).delta([2], finish=STOP)
+        await sink.end()
+        assert list(sink.tokens) == [1, 2]
+    else:
+        await sink.end()
+        assert sink.error is not None
+        assert "sent a delta of choice" in sink.error.message
+    kept.delta([1], finish=STOP)
+    await other.end()
+    assert other.error is None
+    assert other.outcome.migrations == 0
+    await eventually(router.is_idle)
+
+
+async def test_a_request_that_breaks_on_a_lost_link_takes_nobody_along(
+    make_router: Any, two_workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a link is lost each of its requests moves, whatever happens to the others; the link is made again."""
+    router = await make_router(*two_workers)
+    _, broken = router.send(40, worker_id="w1")
+    await two_workers[0].next_start()
+    flight, sink = router.send(41, dp_rank=0)
+    await two_workers[0].next_start()
+    for each in router.parts.dispatcher.flights - {flight}:
+        monkeypatch.setattr(type(each), "on_lost", _raise_for(each, type(each).on_lost))
+    await two_workers[0].kill()
+    await two_workers[0].serve_again()
+    (await two_workers[0].next_start()).delta([1], finish=STOP)
+    await sink.end()
+    assert (sink.error, broken.outcome) == (None, None)
+
+
+def _raise_for(one: Any, on_lost: Any) -> Any:
+    def raising(flight: Any, error: Any) -> None:
+        if flight is one:
+            raise ValueError("a fault of this request's own")
+        on_lost(flight, error)
+
+    return raising
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [
+        worker_pb2.AttachResponse(),
+        worker_pb2.AttachResponse(step=worker_pb2.Step()),
+        worker_pb2.AttachResponse(welcome=worker_pb2.Welcome(record={"worker_id": "w1", "epoch": 2})),
+        worker_pb2.AttachResponse(welcome=worker_pb2.Welcome(record={"worker_id": "w2", "epoch": 1})),
+    ],
+    ids=["nothing", "a step", "another epoch", "another worker"],
+)
+async def test_only_its_own_welcome_attaches_a_worker(
+    make_router: Any, one_worker: FakeWorker, greeting: worker_pb2.AttachResponse
+) -> None:
+    """An Attach that is answered by anything but the instance's Welcome is given up, and tried again."""
+    right, one_worker.greeting = one_worker.greeting, greeting
+    router = await make_router()
+    joining = asyncio.create_task(router.join(one_worker))
+    await eventually(lambda: len(one_worker.hellos) > 1)
+    assert not joining.done()
+    one_worker.greeting = right
+    await joining
+
+
+async def test_a_member_that_is_back_as_its_link_ends_is_attached_again(make_router: Any, one_worker: FakeWorker) -> None:
+    """A worker that comes back in the very moment in which its retired link has ended gets a link of its own."""
+    router = await make_router(one_worker)
+    links, instance = router.parts.links, one_worker.record.instance
+    link, task = links.get(instance), links._tasks[instance]
+    links.retire(instance)
+    while not task.done():  # noqa: ASYNC110  # an event would come too late
+        await asyncio.sleep(0)  # a turn of the event loop: in the next one the link is forgotten
+    links.open(instance, one_worker.record.endpoint)
+    assert links.get(instance) is not link
+    await eventually(lambda: links.get(instance).connected)
 
 
 async def test_a_worker_that_refuses_for_a_while_sends_requests_elsewhere(make_router: Any, two_workers: Workers) -> None:
