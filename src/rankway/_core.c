@@ -222,6 +222,14 @@ static bool numbers_packed(Numbers *n, PyObject *object, size_t width)
 }
 
 /* Whether an array's items are unsigned numbers of `width` bytes; then it is borrowed. */
+/* Whether a buffer is an array, of native byte order, of items of a size and one of these format letters. */
+static bool is_array(const Py_buffer *view, const char *letters, size_t width)
+{
+    const char *format = view->format ? view->format : "B";
+    format += *format == '<' || *format == '=' || *format == '@';
+    return view->ndim == 1 && (size_t)view->itemsize == width && *format && strchr(letters, *format) && !format[1];
+}
+
 static bool numbers_array(Numbers *n, PyObject *object, size_t width)
 {
     if (!PyObject_CheckBuffer(object))
@@ -230,9 +238,7 @@ static bool numbers_array(Numbers *n, PyObject *object, size_t width)
         PyErr_Clear();
         return false;
     }
-    const char *format = n->view.format ? n->view.format : "B";
-    format += *format == '<' || *format == '=' || *format == '@';
-    if (n->view.ndim == 1 && (size_t)n->view.itemsize == width && *format && strchr("ILQ", *format) && !format[1]) {
+    if (is_array(&n->view, "ILQ", width)) {
         n->data = n->view.buf;
         n->count = (size_t)n->view.shape[0];
         return true;
@@ -753,7 +759,7 @@ static PyObject *blocks_match_into(Blocks *self, PyObject *const *args, Py_ssize
         return NULL;
     Py_buffer view;
     bool ok = true, is_buffer = !PyObject_GetBuffer(bound[1], &view, PyBUF_FORMAT | PyBUF_ND | PyBUF_WRITABLE);
-    if (is_buffer && view.ndim == 1 && view.itemsize == 4 && view.format && strchr("IL", view.format[0]) && !view.format[1])
+    if (is_buffer && is_array(&view, "IL", 4))
         fill_buffer(&m, view.buf, (size_t)view.shape[0]);
     else {
         PyErr_Clear();
@@ -773,6 +779,7 @@ static PyObject *choice_type; /* rankway.choice.Choice, a named tuple */
 enum { ELIGIBLE, KNOWN, PREFILL_TOKENS, DECODE_BLOCKS, RECENT, COLUMNS };
 static const char *const COLUMN_NAMES[COLUMNS] = {"eligible", "known", "prefill_tokens", "decode_blocks", "recent"};
 static const char *const COLUMN_FORMATS[COLUMNS] = {"B", "B", "ql", "ql", "d"};
+static const size_t COLUMN_WIDTHS[COLUMNS] = {1, 1, 8, 8, 8};
 static PyObject *column_name[COLUMNS], *overlap_weight_name, *temperature_name;
 
 static void columns_close(Py_buffer *column)
@@ -790,7 +797,7 @@ static bool columns_open(Py_buffer *column, PyObject *loads)
         PyObject *array = PyObject_GetAttr(loads, column_name[i]);
         bool ok = array && !PyObject_GetBuffer(array, &column[i], PyBUF_FORMAT | PyBUF_ND);
         Py_XDECREF(array);
-        if (ok && (column[i].ndim != 1 || !strchr(COLUMN_FORMATS[i], *column[i].format) || column[i].shape[0] < column[0].shape[0])) {
+        if (ok && (!is_array(&column[i], COLUMN_FORMATS[i], COLUMN_WIDTHS[i]) || column[i].shape[0] < column[0].shape[0])) {
             PyErr_Format(PyExc_ValueError, "loads.%s: must be an array of '%s' with an item a slot", COLUMN_NAMES[i],
                          COLUMN_FORMATS[i]);
             ok = false;
@@ -1052,6 +1059,10 @@ static bool make_names(void)
 PyMODINIT_FUNC PyInit__core(void)
 {
     PyObject *m = NULL;
+    uint64_t secret[2];
+    if (!make_secret(secret))
+        return NULL;
+    marks_secret = secret[0];
     choose_instructions();
     if (make_names() && !PyType_Ready(&IndexType) && !PyType_Ready(&ActiveBlocksType))
         m = PyModule_Create(&module);

@@ -22,7 +22,9 @@ typedef struct {
     uint16_t chunk[];
 } Row;
 
-static inline uint64_t slot_mark(uint32_t id) { return splitmix((uint64_t)id + 1); }
+static uint64_t marks_secret; /* of the process: so that nobody can make two sets with one digest; by accident it is 2^-64 */
+
+static inline uint64_t slot_mark(uint32_t id) { return splitmix((uint64_t)id + marks_secret); }
 
 /* XOR of the marks of a chunk's slots. */
 static inline uint64_t chunk_marks(unsigned chunk, uint64_t bits)
