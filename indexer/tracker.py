@@ -6,7 +6,7 @@ remembered: when the registry tells of the instance, its ranks start with a repa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rankway.index import Index
@@ -182,9 +182,6 @@ class Tracker:
         return rank.known
 
     # --- questions
-
-    def known_ranks(self) -> Iterator[Rank]:
-        return (rank for rank in self.ranks.values() if rank.known)
 
     def by_slot(self, slot: int) -> Rank | None:
         key = self.slots.key(slot)

@@ -49,10 +49,6 @@ class Affinity:
         if len(self._sessions) > self._max_sessions:
             self._sessions.popitem(last=False)
 
-    def drop(self, session_id: str) -> None:
-        """The session's target is too loaded: its next request is chosen like any other."""
-        self._sessions.pop(session_id, None)
-
     def forget(self, instance: Instance) -> None:
         """The instance is gone, and with it what its sessions had there."""
         for session_id in [known for known, session in self._sessions.items() if session.place.instance == instance]:

@@ -285,6 +285,11 @@ class RouterDispatcher:
         """Somebody joined, left or is reached again: what waits may go now."""
         self._schedule_pump()
 
+    def preferred(self, session_id: str, query: Query, now: float) -> int | None:
+        """The slot of a session's last request; None: it has none, or the request is pinned."""
+        place = self._affinity.target(session_id, now) if session_id and not query.pinned else None
+        return self.policy.targets.find(place.target, place.epoch) if place is not None else None
+
     def sweep(self, now: float) -> None:
         """What time does: bookings and set-aside marks expire, requests have waited too long. Call it every second or so."""
         for flight in self.flights:
@@ -343,11 +348,7 @@ class RouterDispatcher:
 
     def _decide(self, query: Query, request: RouterRequest, tokens: bytes, waited_s: float) -> Decision:
         now = self._loop.time()
-        preferred = None
-        if request.session_id and not query.pinned:
-            place = self._affinity.target(request.session_id, now)
-            preferred = self.policy.targets.find(place.target, place.epoch) if place is not None else None
-        prompt = Prompt(tokens, request.cache_salt, preferred, waited_s)
+        prompt = Prompt(tokens, request.cache_salt, self.preferred(request.session_id, query, now), waited_s)
         self._choices += 1
         if self._choices % SAMPLE:
             decision = self.policy.decide(query, prompt, now, self._rng.getrandbits(64))

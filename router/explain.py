@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from rankway import choice
 from rankway.choice import LoadTable, Term
+from rankway.errors import Overloaded, Unavailable
 from rankway.registry.records import Record
 from rankway.router.eligibility import Query
 from rankway.router.ledger import Report
@@ -92,14 +93,19 @@ def explain(policy: Policy, query: Query, prompt: Prompt, now: float, seed: int,
     block_size = members[0][0].block_size if members else 0
     hashes = {size: policy.hashes(query, prompt, size) for size in {record.block_size for record, _, _ in members}}
     candidates = _candidates(policy, query, hashes, len(prompt.tokens) // 4, policy.ledger.loads, now)
-    best = min((c for c in candidates if not c.reason), key=lambda c: c.term.cost * c.record.block_size, default=None)
-    chosen = policy.targets.place(best.term.slot) if best is not None else None
-    if best is not None and policy.settings.weights.temperature == 0:
-        ties = [c for c in candidates if not c.reason and c.term.cost == best.term.cost]
-        smallest = min(c.term.tree_size for c in ties)
-        ties = [c for c in ties if c.term.tree_size == smallest]
-        chosen = policy.targets.place(ties[seed % len(ties)].term.slot)
     remarks = _remarks(candidates, len(hashes.get(block_size, b"")) // 8, block_size, index_age_s)
+    chosen = None
+    try:
+        decision = policy.would_decide(query, prompt, now, seed)
+    except (Unavailable, Overloaded) as error:
+        remarks.append(f"nobody is chosen now: {error.message}")
+    else:
+        chosen = decision.place
+        if decision.must_wait:
+            place = decision.place.target
+            remarks.append(f"the request would wait for {place.worker_id}/{place.dp_rank}, which is full: its cache is worth it")
+    if policy.settings.name != "kv":
+        remarks.append(f"the policy is {policy.settings.name}: costs are shown, and don't count")
     return Explanation(chosen, len(prompt.tokens) // 4, block_size, _ordered(candidates), remarks)
 
 

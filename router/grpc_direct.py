@@ -96,6 +96,9 @@ class DirectSink:
     def routed(self, routed: Routed) -> None:
         self._opening = messages.framed(routed_message(self._request, routed).SerializeToString())
 
+    def plain_events(self) -> None:
+        return None
+
     def delta(self, delta: worker_pb2.StepDelta) -> None:
         if self._opening:
             opening, self._opening = self._opening, b""

@@ -90,6 +90,9 @@ class StreamSink:
     def routed(self, routed: Routed) -> None:
         self._opening = routed_message(self._request, routed)
 
+    def plain_events(self) -> None:
+        return None
+
     def delta(self, delta: worker_pb2.StepDelta) -> None:
         if self._opening is not None:
             self._put(self._opening)

@@ -110,7 +110,7 @@ class RouterServicer:
             raise InvalidField("request", None, "give a request or the request_id of a recent one")
         checked = await self._intake.prepare(drafts.from_proto(request.request))
         query = Query(checked.model, checked.lora, checked.dp_group, checked.worker_id, checked.dp_rank)
-        prompt = Prompt(checked.prompt, checked.cache_salt)
+        prompt = Prompt(checked.prompt, checked.cache_salt, self._dispatcher.preferred(checked.session_id, query, now))
         explanation = explain(self._policy, query, prompt, now, self._rng.getrandbits(64), self._replica.age_s(now))
         return self._response(checked.request_id, explanation)
 

@@ -116,6 +116,11 @@ class Members(Observer):
             self._ledger.loads.known[slot] = known is not None and known.known
             if known is not None and known.load is not None:
                 self._ledger.report(slot, _report(known.load), self._clock())
+        others = {other.tokenizer for other in self._fleet.serving(record.model, "", "")} - {record.tokenizer}
+        if others:
+            # Their blocks' hashes may agree only by luck, and the commonest tokenizer counts the tokens.
+            what = "workers of one model have different tokenizers"
+            log.warning(what, worker_id=record.worker_id, model=record.model, tokenizer=record.tokenizer, others=sorted(others))
         log.info(
             "worker joined",
             worker_id=record.worker_id,

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from rankway.indexer.slots import RankKey
 from rankway.router.attach import Links
-from rankway.router.dispatcher import RouterDispatcher
+from rankway.router.dispatcher import SAMPLE, RouterDispatcher
 from rankway.router.eligibility import Eligibility
 from rankway.router.fleet import Fleet
 from rankway.router.grpc_generation import GenerationServicer
@@ -177,6 +177,9 @@ class RouterCollector(Collector):
         queue = self._observed.dispatcher.queue
         yield GaugeMetricFamily("rankway_router_queue_requests", "Requests that wait for a target with room.", len(queue))
         yield GaugeMetricFamily("rankway_router_queue_tokens", "Prompt tokens of those.", queue.tokens)
+        yield GaugeMetricFamily(
+            "rankway_router_queue_oldest_seconds", "How long the oldest of those waits.", queue.oldest_age_s(self._loop.time())
+        )
         outcomes = CounterMetricFamily("rankway_router_queue", "What became of requests that had to wait.", labels=("outcome",))
         for outcome in ("waited", "let_in", "rejected", "expired"):
             outcomes.add_metric((outcome,), getattr(queue.counts, outcome))
@@ -196,7 +199,7 @@ class RouterCollector(Collector):
         timing = self._observed.dispatcher.choice_seconds
         return HistogramMetricFamily(
             "rankway_router_choice_seconds",
-            "Time of a choice, of one in 16.",
+            f"Time of a choice, of one in {SAMPLE}.",
             buckets=[(str(bound), count) for bound, count in timing.cumulative()],
             sum_value=timing.total_s,
         )

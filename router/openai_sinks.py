@@ -86,7 +86,6 @@ class StreamedAnswer(_Answer):
         self._opening = self._form.opening()
 
     def plain_events(self) -> Events | None:
-        """How to write text without coming by here; None: not with log probabilities."""
         if self._logprobs:
             return None
         exchange = self._exchange
@@ -146,6 +145,9 @@ class WholeAnswer(_Answer):
 
     def routed(self, routed: Routed) -> None:
         self._routed = routed
+
+    def plain_events(self) -> None:
+        return None
 
     def delta(self, delta: worker_pb2.StepDelta) -> None:
         choice = self._choices[delta.index]

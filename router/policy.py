@@ -109,17 +109,28 @@ class Policy:
             Unavailable: nobody is eligible; the message says why.
             Overloaded: all who are eligible are above their limits.
         """
+        decision, section = self._decide(query, prompt, now, seed)
+        self.choices += 1
+        self._last_slot = decision.slot
+        if not decision.must_wait:
+            self._log(decision, section)
+        return decision
+
+    def would_decide(self, query: Query, prompt: Prompt, now: float, seed: int) -> Decision:
+        """What `decide` would return, and raises as it does; it is neither logged nor counted."""
+        return self._decide(query, prompt, now, seed)[0]
+
+    def _decide(self, query: Query, prompt: Prompt, now: float, seed: int) -> tuple[Decision, Section]:
         sections = self.eligibility.sections(query)
         if not sections:
             raise self._nobody(query)
-        self.choices += 1
         self.ledger.decay(now)
-        best: Decision | None = None
+        best: tuple[Decision, Section] | None = None
         for section in sections:
             decision = self._decide_in(section, query, prompt, seed)
             # Costs are in blocks: in tokens they compare between block sizes.
-            if decision is not None and (best is None or decision.cost * decision.block_size < best.cost * best.block_size):
-                best = decision
+            if decision is not None and (best is None or _in_tokens(decision) < _in_tokens(best[0])):
+                best = decision, section
         if best is None:
             raise Overloaded(f"every target of model {query.lora or query.model!r} that may take the request is above its limits")
         return best
@@ -143,9 +154,7 @@ class Policy:
                     return self._decision(warm, section, prompt_tokens, hashes, must_wait=True)
             if prompt.preferred is not None and prompt.preferred != picked.slot:
                 picked = self._preferred(prompt.preferred, picked, hashes, prompt_tokens, block_size, mask)
-        decision = self._decision(picked, section, prompt_tokens, hashes)
-        self._log(decision, section)
-        return decision
+        return self._decision(picked, section, prompt_tokens, hashes)
 
     def _waiting(self, slot: int, prompt: Prompt) -> float:
         """What waiting for a full slot costs, in blocks: the time waited already, and those who wait for it too."""
@@ -196,7 +205,6 @@ class Policy:
             slot = mask.find(1)
         if slot < 0:
             return None
-        self._last_slot = slot
         overlap = self.index.match(hashes).get(slot, 0) if self.ledger.loads.known[slot] else 0
         return choice.Choice(slot, 0.0, min(overlap, max(prompt_tokens - 1, 0) // block_size))
 
@@ -285,6 +293,10 @@ class Policy:
             decode_blocks=term.decode_blocks,
             recent=term.recent,
         )
+
+
+def _in_tokens(decision: Decision) -> float:
+    return decision.cost * decision.block_size
 
 
 def _in_group(query: Query) -> str:

@@ -239,8 +239,7 @@ class Flight:
 
     def _open_pipe(self) -> None:
         """Let plain deltas take the short way, where there is one."""
-        plain_events = getattr(self._sink, "plain_events", None)  # not every sink writes events
-        events = plain_events() if plain_events is not None else None
+        events = self._sink.plain_events()
         if events is not None and self.link is not None:
             self.pipe = open_pipe(self, events)
             if self.pipe is not None:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from rankway.errors import RankwayError
 from rankway.ranks import Target
+from rankway.router.steps import Events
 from rankway.sampling import Sampling
 from rankway.v1 import types_pb2, worker_pb2
 
@@ -77,6 +78,11 @@ class Sink(Protocol):
 
     def delta(self, delta: worker_pb2.StepDelta) -> None:
         """New tokens and text of one choice, the worker's message as it came. `stream` and `error` mean nothing here."""
+
+    def plain_events(self) -> Events | None:
+        """How text of the only choice becomes events at the client, without `delta` being called; None: not at all. Asked for
+        after `routed`, and again when the request moves.
+        """
 
     def finished(self, outcome: Outcome) -> None: ...
 

@@ -23,6 +23,9 @@ class RouteSink(Sink):
 
     def routed(self, routed: Routed) -> None: ...
 
+    def plain_events(self) -> None:
+        return None
+
     def delta(self, delta: worker_pb2.StepDelta) -> None: ...
 
     def finished(self, outcome: Outcome) -> None: ...

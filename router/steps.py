@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from google.protobuf.message import DecodeError
 
+from rankway import native
 from rankway.errors import RankwayError
 from rankway.v1 import types_pb2, worker_pb2
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rankway.router.request import Flight
 
 _steps: Any = None
-if os.environ.get("RANKWAY_PURE") != "1":
+if native.WANTED:
     with contextlib.suppress(ImportError):
         from rankway import _steps
 

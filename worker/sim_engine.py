@@ -36,7 +36,6 @@ class SimEngine:
         vocabulary: Vocabulary,
         lora_adapters: Sequence[str] = (),
     ) -> None:
-        self._config = config
         self._ranks = [Simulator(config, vocabulary) for _ in range(window.size)]
         self._info = EngineInfo(
             name="sim",

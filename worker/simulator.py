@@ -94,7 +94,6 @@ class _Sequence:
     cached: int | None = None
     """Prompt tokens that the first scheduling found in the cache; None: never scheduled."""
     told_cached: bool = False
-    queue_time: float = 0.0
     live: bool = True
     """False once it finished or was aborted."""
     running: bool = False

@@ -11,10 +11,15 @@ import os
 
 from rankway import blocks, choice, index
 
+WANTED = os.environ.get("RANKWAY_PURE") != "1"
+"""Whether compiled parts are to be used where they are. The one setting that is read outside of a `__main__`: what is imported
+depends on it.
+"""
+
 
 def _obstacle() -> str | None:
     """Why the compiled core can't serve; None: it can."""
-    if os.environ.get("RANKWAY_PURE") == "1":
+    if not WANTED:
         return "RANKWAY_PURE=1 is set."
     try:
         importlib.import_module("rankway._core")

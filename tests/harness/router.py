@@ -45,6 +45,9 @@ class RecordingSink:
         assert not self.tokens
         self.target = routed
 
+    def plain_events(self) -> None:
+        return None
+
     def delta(self, delta: worker_pb2.StepDelta) -> None:
         self.calls_after_end += self.over.is_set()
         self.tokens += unpack_tokens(delta.tokens)

@@ -264,6 +264,38 @@ async def test_explain_names_every_candidate_and_books_nothing(client: Client) -
     assert client.router.is_idle()
 
 
+@pytest.mark.parametrize("policy", ["kv", "round_robin"])
+async def test_explain_names_what_would_be_chosen(make_router: Any, two_workers: Workers, policy: str) -> None:
+    """Whatever decides, the policy in turn or a session's last target, Explain names the target that Route then gets, and moves nothing."""
+    router = await make_router(*two_workers, policy=policy)
+    async with rpc.open_channel(await router.serve()) as channel:
+        routing = router_pb2_grpc.RouterStub(channel)
+        held = await routing.Route(router_pb2.RouteRequest(request=a_request(dp_rank=6, session_id="s")))
+        for session_id in ("s", "", "s", ""):
+            if policy == "kv" and not session_id:
+                continue  # ties go at random
+            request = a_request(session_id=session_id)
+            told = [await routing.Explain(router_pb2.ExplainRequest(request=request)) for _ in range(3)]
+            got = await routing.Route(router_pb2.RouteRequest(request=request))
+            assert {(each.worker_id, each.dp_rank) for each in told} == {(got.worker_id, got.dp_rank)}
+            assert any("costs are shown, and don't count" in remark for remark in told[0].remarks) == (policy != "kv")
+            if policy == "kv":
+                assert got.dp_rank == held.dp_rank
+            await routing.Release(router_pb2.ReleaseRequest(reservation_id=got.reservation_id))
+
+
+async def test_explain_says_why_nobody_is_chosen(make_router: Any, one_worker: FakeWorker) -> None:
+    """When every target is above its limits, Explain says so and names none."""
+    one_worker.record = a_record("w1", 0, 1, data_parallel_size=1, max_num_seqs=1)
+    router = await make_router(one_worker, limit_running=1.0)
+    async with rpc.open_channel(await router.serve()) as channel:
+        routing = router_pb2_grpc.RouterStub(channel)
+        await routing.Route(router_pb2.RouteRequest(request=a_request()))
+        told = await routing.Explain(router_pb2.ExplainRequest(request=a_request()))
+    assert (told.worker_id, told.HasField("dp_rank"), len(told.candidates)) == ("", False, 1)
+    assert any("nobody is chosen now: every target" in remark for remark in told.remarks)
+
+
 async def test_explain_says_that_the_index_is_old(client: Client) -> None:
     """Without an indexer, and without any load for long, Explain says so instead of looking for the reason in the prompt."""
 

@@ -197,7 +197,7 @@ class RankLoad(_message.Message):
     kv_digest: _builtins.int
     kv_block_count: _builtins.int
     published_us: _builtins.int
-    """Worker's wall clock, microseconds since 1970: a load that waited in a buffer is recognised by it."""
+    """Worker's wall clock, microseconds since 1970: for people who look at the bus; load_seq gives the order."""
     load_seq: _builtins.int
     """1, 2, 3 … per (worker_id, epoch, dp_rank): older loads that arrive late are dropped."""
     deferred: _builtins.int

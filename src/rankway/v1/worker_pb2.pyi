@@ -95,7 +95,7 @@ class Start(_message.Message):
     """Little-endian uint32, at least one token."""
     resume: _builtins.bytes
     """Tokens generated so far elsewhere (little-endian uint32): they follow the prompt; output goes on after them. max_tokens, min_tokens and stop
-    strings count from the start of these, the penalties and the seed too.
+    strings count from the start of these; penalties and the seed too, as far as the engine can (vLLM can't wholly).
     """
     resume_chars: _builtins.int
     """Characters (code points) of output text that the client already has."""

@@ -81,7 +81,7 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetTokenizer(self, request, context):
-        """The model's tokenizer files, in chunks. NOT_FOUND: the engine has none (the model is served by token ids only).
+        """The model's tokenizer files, in chunks; a single chunk without a file name: the built-in byte-level tokenizer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

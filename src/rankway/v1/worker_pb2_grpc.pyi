@@ -39,7 +39,7 @@ class WorkerStub:
     Snapshot: _grpc.UnaryStreamMultiCallable[_worker_pb2.SnapshotRequest, _worker_pb2.SnapshotResponse]
     """The blocks that a rank holds as of a seq, in chunks, parents first. OUT_OF_RANGE: not in this worker's window."""
     GetTokenizer: _grpc.UnaryStreamMultiCallable[_worker_pb2.GetTokenizerRequest, _worker_pb2.GetTokenizerResponse]
-    """The model's tokenizer files, in chunks. NOT_FOUND: the engine has none (the model is served by token ids only)."""
+    """The model's tokenizer files, in chunks; a single chunk without a file name: the built-in byte-level tokenizer."""
     ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ResetPrefixCacheRequest, _worker_pb2.ResetPrefixCacheResponse]
     """Empties the prefix cache of one rank, or of all; the index knows at once. Running requests keep their blocks."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
@@ -56,7 +56,7 @@ class WorkerAsyncStub(WorkerStub):
     Snapshot: _aio.UnaryStreamMultiCallable[_worker_pb2.SnapshotRequest, _worker_pb2.SnapshotResponse]  # type: ignore[assignment]
     """The blocks that a rank holds as of a seq, in chunks, parents first. OUT_OF_RANGE: not in this worker's window."""
     GetTokenizer: _aio.UnaryStreamMultiCallable[_worker_pb2.GetTokenizerRequest, _worker_pb2.GetTokenizerResponse]  # type: ignore[assignment]
-    """The model's tokenizer files, in chunks. NOT_FOUND: the engine has none (the model is served by token ids only)."""
+    """The model's tokenizer files, in chunks; a single chunk without a file name: the built-in byte-level tokenizer."""
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_worker_pb2.ResetPrefixCacheRequest, _worker_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
     """Empties the prefix cache of one rank, or of all; the index knows at once. Running requests keep their blocks."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
@@ -88,7 +88,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.GetTokenizerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.GetTokenizerResponse], _abc.AsyncIterator[_worker_pb2.GetTokenizerResponse]]:
-        """The model's tokenizer files, in chunks. NOT_FOUND: the engine has none (the model is served by token ids only)."""
+        """The model's tokenizer files, in chunks; a single chunk without a file name: the built-in byte-level tokenizer."""
 
     @_abc_1.abstractmethod
     def ResetPrefixCache(
