@@ -266,7 +266,7 @@ async def test_explain_names_every_candidate_and_books_nothing(client: Client) -
 
 @pytest.mark.parametrize("policy", ["kv", "round_robin"])
 async def test_explain_names_what_would_be_chosen(make_router: Any, two_workers: Workers, policy: str) -> None:
-    """Whatever decides, the policy in turn or a session's last target, Explain names the target that Route then gets, and moves nothing."""
+    """Whatever decides, whose turn it is or a session's last target, Explain names what Route then gets, and moves nothing."""
     router = await make_router(*two_workers, policy=policy)
     async with rpc.open_channel(await router.serve()) as channel:
         routing = router_pb2_grpc.RouterStub(channel)
