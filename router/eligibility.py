@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from rankway.ranks import Instance
+from rankway.ranks import GlobalRank, Instance, Target
 from rankway.registry.records import Record, State
 from rankway.router.fleet import Fleet
 from rankway.router.targets import Place, Targets
@@ -166,16 +166,25 @@ class Eligibility:
         return [sections[block_size] for block_size in sorted(sections)]
 
     def _narrowed(self, mask: bytearray, query: Query) -> bytearray:
+        """A copy without the slots that the pins and the failed attempts rule out."""
         narrowed = bytearray(mask)
-        slot = narrowed.find(1)
-        while slot >= 0:
-            place = self._targets.place(slot)
-            if (
-                place is None
-                or (query.worker_id and place.target.worker_id != query.worker_id)
-                or (query.dp_rank is not None and place.target.dp_rank != query.dp_rank)
-                or place in query.excluded
-            ):
+        if query.pinned:
+            narrowed = bytearray(len(mask))
+            for pinned in self._pinned_to(query):
+                narrowed[pinned : pinned + 1] = mask[pinned : pinned + 1]
+        for place in query.excluded:
+            slot = self._targets.find(place.target, place.epoch)
+            if slot is not None and slot < len(narrowed):
                 narrowed[slot] = 0
-            slot = narrowed.find(1, slot + 1)
         return narrowed
+
+    def _pinned_to(self, query: Query) -> Iterator[int]:
+        """The slots that the pins name: a look at each worker, not at each of its ranks."""
+        rank = query.dp_rank
+        for record in self._fleet.serving(*query.pool_key):
+            if (query.worker_id and record.worker_id != query.worker_id) or (rank is not None and rank not in record.window):
+                continue
+            for owned in record.ranks if rank is None else (GlobalRank(rank),):
+                slot = self._targets.find(Target(record.worker_id, owned), record.epoch)
+                if slot is not None:
+                    yield slot

@@ -11,6 +11,8 @@ from dataclasses import replace
 import pytest
 import structlog
 from harness.fleet import Parts, a_prompt, a_record
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rankway.choice import Weights
 from rankway.errors import Overloaded, Unavailable
@@ -339,3 +341,21 @@ def test_a_worker_that_leaves_is_gone_from_the_choice() -> None:
     assert {decide(parts, seed=seed).place.target.worker_id for seed in range(20)} == {"w2"}
     parts.join(a_record("w1", 0, 4, epoch=2))
     assert {decide(parts, seed=seed).place.epoch for seed in range(30)} == {1, 2}
+
+
+@given(st.data())
+def test_who_is_eligible_has_no_reason_against_it(data: st.DataObject) -> None:
+    """Pins and failed attempts leave exactly those targets whose reason is empty, whoever is connected, drains or is new."""
+    parts = Parts()
+    for number in range(3):
+        fields = {"draining_ranks": data.draw(st.sets(st.integers(2 * number, 2 * number + 1)).map(frozenset))}
+        record = a_record(f"w{number}", 2 * number, 2, block_size=data.draw(st.sampled_from([16, 32])), **fields)
+        parts.join(record, connected=data.draw(st.booleans()))
+    everybody = parts.eligibility.members(ANY)
+    places = [parts.targets.place(slot) for _, _, slot in everybody]
+    excluded = data.draw(st.lists(st.sampled_from(places), max_size=3, unique=True))
+    worker_id, dp_rank = data.draw(st.sampled_from(["", "w0", "w1", "gone"])), data.draw(st.none() | st.integers(0, 7))
+    query = Query("m", "", "", worker_id, dp_rank, tuple(excluded))
+    masks = [section.mask for section in parts.eligibility.sections(query)]
+    eligible = {slot for mask in masks for slot, flag in enumerate(mask) if flag}
+    assert eligible == {slot for record, rank, slot in everybody if not parts.eligibility.reason(record, rank, query)}
