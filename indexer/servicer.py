@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from rankway import bus, logs, native, rpc
+from rankway import bus, logs, native, prompts, rpc
 from rankway.blocks import pack_tokens, root_hash
 from rankway.errors import InvalidField, Unavailable, UnknownModel
 from rankway.indexer.feed import Feed
@@ -137,10 +137,8 @@ def _answer(found: list[tuple[int, Rank]], prompt_blocks: int) -> indexer_pb2.Fi
 
 
 def _tokens(message: types_pb2.TokenIds) -> bytes:
-    if message.ids and message.packed:
-        raise InvalidField("token_ids", len(message.ids), "give ids or packed, not both")
     try:
-        return pack_tokens(message.packed or message.ids)
+        return pack_tokens(prompts.token_ids(message))
     except ValueError as error:
         raise InvalidField("token_ids.packed", len(message.packed), str(error)) from None
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import uuid
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankway import sampling
+from rankway import prompts, sampling
 from rankway.blocks import pack_tokens, unpack_tokens
 from rankway.errors import InvalidField, NotFound, RankwayError
 from rankway.h2.calls import Call
@@ -150,14 +149,13 @@ async def _prompt(request: generate_pb2.GenerateRequest, tokenizer: Tokenizer) -
     kind = request.WhichOneof("prompt")
     try:
         if kind == "token_ids":
-            return _token_ids(request.token_ids)
+            ids = prompts.token_ids(request.token_ids)
+            return unpack_tokens(ids) if isinstance(ids, bytes) else array("I", ids)
         if kind == "text":
             return await _in_thread_if_long(len(request.text), tokenizer.encode, request.text)
         if kind == "chat":
-            messages = [_message(message) for message in request.chat.messages]
-            kwargs = json.loads(request.chat.template_kwargs_json or "{}")
-            if not isinstance(kwargs, dict):
-                raise InvalidField("template_kwargs_json", request.chat.template_kwargs_json, "must be a JSON object")
+            messages = prompts.chat_messages(request.chat)
+            kwargs = prompts.template_kwargs(request.chat.template_kwargs_json)
             if not messages:
                 raise InvalidField("chat", [], "has no messages")
             characters = sum(len(message["content"]) for message in messages)
@@ -165,17 +163,6 @@ async def _prompt(request: generate_pb2.GenerateRequest, tokenizer: Tokenizer) -
     except ValueError as error:
         raise InvalidField(kind or "prompt", "…", str(error)) from None
     raise InvalidField("prompt", None, "one of token_ids, text and chat must be given")
-
-
-def _token_ids(message: types_pb2.TokenIds) -> array[int]:
-    if message.ids and message.packed:
-        raise InvalidField("token_ids", "ids and packed", "set one of them")
-    return array("I", message.ids) if message.ids else unpack_tokens(message.packed)
-
-
-def _message(message: types_pb2.ChatMessage) -> dict[str, str]:
-    plain = {"role": message.role, "content": message.content}
-    return plain | {"name": message.name} if message.name else plain
 
 
 async def _in_thread_if_long(characters: int, encode: Any, *arguments: Any) -> array[int]:

@@ -61,7 +61,12 @@ async def test_the_repeat_of_a_prompt_finds_its_full_blocks_in_the_cache(worker:
         (
             {"chat": types_pb2.ChatMessages(messages=[{"role": "user"}], template_kwargs_json="[")},
             grpc.StatusCode.INVALID_ARGUMENT,
-            "chat",
+            "template_kwargs_json",
+        ),
+        (
+            {"chat": types_pb2.ChatMessages(messages=[{"role": "user"}], template_kwargs_json="[" * 100_000)},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "template_kwargs_json",
         ),
         (
             {"chat": types_pb2.ChatMessages(messages=[{"role": "user"}], template_kwargs_json="[]")},
